@@ -1,0 +1,30 @@
+"""Errors that say what to do.
+
+A wrong argument is a `ValueError` naming the argument, the rule and the value. The classes here are
+for events a program may want to catch apart from those.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DamagedFileError(ValueError):
+    """A saved posterior or checkpoint that is truncated, altered or belongs to something else."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """The loss became NaN or infinite."""
+
+
+class OracleBeatenError(RuntimeError):
+    """A method scored significantly above the true process, which only a leak can do."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not in a list: says the name, the nearest one and the list."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")

@@ -1,0 +1,207 @@
+"""The answer to a question: a predictive distribution, kept draw by draw.
+
+A predictive is an equal mixture over L draws. Probabilities and densities are averaged, never logits or
+log-probabilities, and the spread between draws is the epistemic part of the uncertainty.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+P = TypeVar("P", bound="Predictive")
+
+
+class Predictive(Protocol):
+    """What scores see. Uncertainties have the shape of the targets; positions are independent questions."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the questions: (B,) or (B, T)."""
+        ...
+
+    @property
+    def total(self) -> Tensor:
+        """Total uncertainty, aleatoric + epistemic."""
+        ...
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """The part that stays when the weights are known."""
+        ...
+
+    @property
+    def epistemic(self) -> Tensor:
+        """The part that comes from not knowing the weights."""
+        ...
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """Log of the averaged probability or density of each target."""
+        ...
+
+    def select(self: P, mask: Tensor) -> P:
+        """The questions where `mask` is True, flattened: how padding leaves every score."""
+        ...
+
+
+def log_mean_exp(values: Tensor, dim: int = 0) -> Tensor:
+    """log of the mean of exp(values), without leaving log space."""
+    return values.logsumexp(dim) - math.log(values.shape[dim])
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """Entropy in nats over the last axis; a class of probability 0 adds 0, not NaN."""
+    probs = log_probs.exp()
+    return -torch.where(probs > 0, probs * log_probs, 0.0).sum(-1)
+
+
+@dataclass(frozen=True)
+class CategoricalPredictive:
+    """A mixture of L categorical distributions for every question.
+
+    Total uncertainty is the entropy of the averaged probabilities, aleatoric the average entropy, epistemic
+    their difference: the mutual information between the label and the draw.
+    """
+
+    log_probs: Tensor  # (L, B, ..., C), each row normalised
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the questions."""
+        return self.log_probs.shape[1:-1]
+
+    @cached_property
+    def log_mean(self) -> Tensor:
+        """(B, ..., C): log of the averaged probabilities."""
+        return log_mean_exp(self.log_probs)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """(B, ..., C): the averaged probabilities."""
+        return self.log_mean.exp()
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """(B, ...): the most probable class."""
+        return self.log_mean.argmax(-1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Entropy of the averaged probabilities, in nats."""
+        return entropy(self.log_mean)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """Average entropy of the draws, in nats."""
+        return entropy(self.log_probs).mean(0)
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """Mutual information of label and draw, in nats; rounding below 0 is cut off (Jensen: it is >= 0)."""
+        return (self.total - self.aleatoric).clamp_min(0)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(B, ...): log averaged probability of the given classes."""
+        check_targets_shape(targets, self.shape)
+        classes = self.log_probs.shape[-1]
+        if targets.numel() and not (0 <= int(targets.min()) and int(targets.max()) < classes):
+            raise ValueError(
+                f"targets must lie in 0..{classes - 1}; got {int(targets.min())}..{int(targets.max())}. "
+                "Drop padding first: predictive.select(mask)."
+            )
+        return self.log_mean.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+
+    def select(self, mask: Tensor) -> CategoricalPredictive:
+        """The M questions where `mask` is True, as (L, M, C)."""
+        return CategoricalPredictive(self.log_probs[:, mask])
+
+
+@dataclass(frozen=True)
+class GaussianPredictive:
+    """A mixture of L Gaussians for every question, D values wide.
+
+    `spreads` is the variance of the component's own mean, where a posterior over outputs is itself Gaussian:
+    it is epistemic, although it lies inside one component. By the law of total variance
+
+        total = E[variance] + Var[mean],   aleatoric = E[variance],   epistemic = Var[mean].
+    """
+
+    means: Tensor  # (L, B, ..., D)
+    variances: Tensor  # (L, B, ..., D), of the observation noise
+    spreads: Tensor | None = None  # (L, B, ..., D), of the mean itself
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the questions."""
+        return self.means.shape[1:-1]
+
+    @cached_property
+    def widths(self) -> Tensor:
+        """(L, B, ..., D): variance of each component as a density."""
+        return self.variances if self.spreads is None else self.variances + self.spreads
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """(B, ..., D): mean of the mixture."""
+        return self.means.mean(0)
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """(B, ..., D): variance of the mixture."""
+        return self.widths.mean(0) + self.means.var(0, correction=0)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Total variance, summed over the D values of a question."""
+        return self.aleatoric + self.epistemic
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """Average noise variance, summed over the D values."""
+        return self.variances.mean(0).sum(-1)
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """Variance of the mean, summed over the D values."""
+        between = self.means.var(0, correction=0)
+        within = 0.0 if self.spreads is None else self.spreads.mean(0)
+        return (between + within).sum(-1)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(B, ...): log averaged density; the D values of a question are one joint observation."""
+        check_targets_shape(targets, self.mean.shape)
+        z = (targets - self.means).square() / self.widths + (2 * math.pi * self.widths).log()
+        return log_mean_exp(-0.5 * z.sum(-1))
+
+    def cdf(self, targets: Tensor) -> Tensor:
+        """(B, ..., D): probability of a value at or below each target."""
+        return torch.special.ndtr((targets - self.means) / self.widths.sqrt()).mean(0)
+
+    def quantile(self, level: float, steps: int = 60) -> Tensor:
+        """(B, ..., D): the mixture's quantile, by bisection between the components' own quantiles."""
+        if not 0 < level < 1:
+            raise ValueError(f"level must lie strictly between 0 and 1; got {level}.")
+        z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
+        own = self.means + z * self.widths.sqrt()
+        low, high = own.amin(0), own.amax(0)
+        for _ in range(steps):
+            middle = (low + high) / 2
+            below = self.cdf(middle) < level
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return (low + high) / 2
+
+    def select(self, mask: Tensor) -> GaussianPredictive:
+        """The M questions where `mask` is True, as (L, M, D)."""
+        spreads = None if self.spreads is None else self.spreads[:, mask]
+        return GaussianPredictive(self.means[:, mask], self.variances[:, mask], spreads)
+
+
+def check_targets_shape(targets: Tensor, expected: torch.Size) -> None:
+    """Refuse targets that would silently broadcast against the predictions."""
+    if targets.shape != expected:
+        raise ValueError(f"targets must have shape {tuple(expected)}; got {tuple(targets.shape)}.")

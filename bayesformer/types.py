@@ -1,0 +1,77 @@
+"""The contracts that hold the library together.
+
+Letters everywhere: B batch, T positions, C classes, P parameters, L draws or members (always dim 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor, nn
+
+Params: TypeAlias = dict[str, Tensor]
+"""Parameters by name. A subset of a model's weights is a dict with fewer names."""
+
+Inputs: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""What a model is called with: one tensor, positional tensors, or keyword tensors."""
+
+ModelFactory: TypeAlias = Callable[[], nn.Module]
+"""Builds a freshly initialised model from the global random stream."""
+
+
+class Batch(NamedTuple):
+    """Some examples. `mask` is True where a target counts; None means everywhere."""
+
+    inputs: Inputs
+    targets: Tensor
+    mask: Tensor | None = None
+
+
+class LogJoint(Protocol):
+    """`log_joint(params, batch) -> (value, outputs)`.
+
+        value = 1/B Σ_n log p(y_n | x_n, θ)  +  log p(θ) / N
+
+    The mean log-likelihood per example (summed over an example's positions) plus the log prior over the
+    number of examples N: an unbiased estimate of log p(θ, D) / N. At temperature 1/N a sampler of
+    exp(value / temperature) targets the posterior; temperature 0 is optimisation.
+    """
+
+    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]: ...
+
+
+class Transform(NamedTuple):
+    """An inference algorithm as two functions.
+
+    `init(params) -> state` and `update(state, batch, inplace=False) -> (state, aux)`. A state is a
+    NamedTuple of tensors with a `params` field; `update` is pure unless `inplace`, when it may reuse the
+    old state's memory.
+    """
+
+    init: Callable[[Params], Any]
+    update: Callable[..., tuple[Any, Mapping[str, Tensor]]]
+
+
+class Draws(NamedTuple):
+    """Network outputs under L posterior draws."""
+
+    values: Tensor  # (L, B, ..., K)
+
+
+class GaussianOutputs(NamedTuple):
+    """A Gaussian over the K outputs of each example or position."""
+
+    mean: Tensor  # (B, ..., K)
+    covariance: Tensor  # (B, ..., K, K)
+
+
+Outputs: TypeAlias = Draws | GaussianOutputs
+"""What a posterior says about a model's outputs; a likelihood turns it into a predictive."""
+
+
+class Draw(NamedTuple):
+    """What an attention family returns for a set of logits."""
+
+    weights: Tensor  # (B, H, T, S), rows sum to 1, masked entries exactly 0
+    kl: Tensor  # (B,), summed over heads and unmasked entries; 0 for deterministic attention
