@@ -1,0 +1,18 @@
+"""One thread, one seed per test, and a switch that frees the seeds (FREE_SEEDS=1)."""
+
+import os
+import zlib
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Every test starts from a seed of its own name, so that order and parallel runs do not matter."""
+    if os.environ.get("FREE_SEEDS"):
+        torch.seed()
+    else:
+        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
