@@ -1,0 +1,236 @@
+"""One engine for many members: ensemble members, chains and posterior draws.
+
+A `MemberTask` knows how to do its work for one member and for several at once; the engine runs it batched
+(one vmapped pass), looped, or spread over worker processes. The three give the same result for the same
+seeds, so which one runs is a question of speed alone, and the answer is measured on the device at hand: on
+one CPU thread batching often loses (it leaves the cache), on a GPU and for very small batches it wins.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bayesformer.errors import unknown_name
+from bayesformer.progress import Queued, Reporter, Silent
+from bayesformer.types import Params
+
+Strategy: TypeAlias = Literal["auto", "looped", "batched", "processes"]
+STRATEGIES = ("auto", "looped", "batched", "processes")
+
+WORKER_START_SECONDS = 5.0  # a fresh interpreter importing torch
+TRIALS = 3
+CHUNK = 10  # members per vmapped pass: more leave the cache, fewer do not fill a device
+
+_in_worker = False  # set in worker processes, which never start workers of their own
+_reporter: Reporter = Silent()
+_work: Callable[..., Any] = print
+
+
+class MemberTask(Protocol):
+    """Work that is done once per member."""
+
+    def single(self, member: int, reporter: Reporter) -> Params:
+        """The result for one member."""
+        ...
+
+    def batched(self, members: Sequence[int], reporter: Reporter) -> Params:
+        """The results for several, with the member axis in front of every tensor."""
+        ...
+
+    def trial(self, members: Sequence[int]) -> Callable[[], object]:
+        """A small, repeatable piece of the work, for timing."""
+        ...
+
+    @property
+    def units(self) -> int:
+        """How many trials make up the work of one member."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the work happens."""
+        ...
+
+    @property
+    def signature(self) -> str:
+        """Tasks with equal signatures cost the same: one calibration serves them."""
+        ...
+
+    def why_not_batched(self) -> str | None:
+        """The reason this task cannot be batched, or None if it can."""
+        ...
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Estimated seconds of each strategy, and the fastest."""
+
+    seconds: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        """The strategy with the least estimated time."""
+        return min(self.seconds, key=lambda name: self.seconds[name])
+
+
+_calibrations: dict[tuple[str, int, int], Calibration] = {}
+
+
+def run_members(
+    task: MemberTask,
+    members: Sequence[int],
+    strategy: Strategy = "auto",
+    workers: int | None = None,
+    reporter: Reporter | None = None,
+) -> Params:
+    """The task's results for all members, stacked in their order."""
+    if strategy not in STRATEGIES:
+        raise unknown_name("strategy", strategy, STRATEGIES)
+    if not members:
+        raise ValueError("members must hold at least one member; got none.")
+    reporter = reporter or Silent()
+    workers = cores() if workers is None else workers
+    chosen = strategy if strategy != "auto" else choose(task, members, workers)
+    if chosen == "batched":
+        reason = task.why_not_batched()
+        if reason:
+            raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped' or 'processes'.")
+        parts = [
+            task.batched(members[i : i + CHUNK], reporter) for i in range(0, len(members), CHUNK)
+        ]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if chosen == "processes":
+        found = dict(run_in_processes(task.single, members, workers, reporter))
+        results = [found[i] for i in range(len(members))]
+    else:
+        results = [task.single(member, reporter) for member in members]
+    return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+
+
+def choose(task: MemberTask, members: Sequence[int], workers: int) -> str:
+    """The strategy to use: measured once per kind of task, the loop where there is nothing to gain."""
+    if len(members) == 1:
+        return "looped"
+    key = (task.signature, len(members), workers)
+    if key not in _calibrations:
+        _calibrations[key] = calibrate(task, members, workers)
+    return _calibrations[key].best
+
+
+def calibrate(task: MemberTask, members: Sequence[int], workers: int) -> Calibration:
+    """Time one unit of work for one member and for a chunk, and extrapolate."""
+    one = _median_seconds(task.trial(members[:1]))
+    total = one * task.units * len(members)
+    seconds = {"looped": total}
+    if task.device.type == "cpu" and workers > 1 and not _in_worker and _portable(task):
+        rounds = -(-len(members) // workers)
+        seconds["processes"] = WORKER_START_SECONDS + 1.1 * one * task.units * rounds
+    if task.why_not_batched() is None:
+        chunk = members[:CHUNK]
+        seconds["batched"] = _median_seconds(task.trial(chunk)) / len(chunk) * task.units * len(members)
+    return Calibration(seconds)
+
+
+def _portable(task: MemberTask) -> bool:
+    try:
+        to_bytes(task.single)
+    except ValueError:
+        return False
+    return True
+
+
+def _median_seconds(trial: Callable[[], object]) -> float:
+    trial()
+    times = []
+    for _ in range(TRIALS):
+        start = time.perf_counter()
+        trial()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[TRIALS // 2]
+
+
+def cores() -> int:
+    """Processors this process may use; 1 inside a worker."""
+    return 1 if _in_worker else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_in_processes(
+    fn: Callable[..., Any], arguments: Sequence[Any], workers: int, reporter: Reporter | None = None
+) -> Iterator[tuple[int, Any]]:
+    """`(i, fn(arguments[i], reporter))` as each ends, from worker processes of one torch thread each."""
+    with worker_pool(fn, min(workers, len(arguments)), reporter or Silent()) as pool:
+        futures = {pool.submit(_in_the_worker, argument): i for i, argument in enumerate(arguments)}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], tree_map(_from_numpy, future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def worker_pool(fn: Callable[..., Any], workers: int, reporter: Reporter) -> Iterator[ProcessPoolExecutor]:
+    """Spawned workers that know `fn`, whose progress reaches `reporter`."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    listener = threading.Thread(target=_listen, args=(queue, reporter), daemon=True)
+    listener.start()
+    try:
+        with ProcessPoolExecutor(workers, context, _start_worker, (to_bytes(fn), queue)) as pool:
+            yield pool
+    finally:
+        queue.put(None)
+        listener.join()
+
+
+def to_bytes(fn: Callable[..., Any]) -> bytes:
+    """What a worker needs to call `fn`. Bytes in memory only, never a file.
+
+    Not torch's own sharing, which opens one file descriptor per tensor and runs out of them.
+    """
+    try:
+        return pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            "strategy 'processes' needs a model, or a function that builds it, which a new process can import: "
+            f"a function at the top of a module, not a lambda or a nested one ({error})."
+        ) from error
+
+
+def _listen(queue: Any, reporter: Reporter) -> None:
+    while (news := queue.get()) is not None:
+        reporter.update(*news)
+
+
+def _start_worker(fn: bytes, queue: Any) -> None:
+    global _in_worker, _reporter, _work  # noqa: PLW0603 (a worker is a process: this is its only state)
+    torch.set_num_threads(1)
+    _in_worker, _reporter, _work = True, Queued(queue), pickle.loads(fn)
+
+
+def _in_the_worker(argument: Any) -> Any:
+    return tree_map(_to_numpy, _work(argument, _reporter))
+
+
+def _to_numpy(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+
+
+def _from_numpy(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

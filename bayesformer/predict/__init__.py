@@ -1,0 +1,1 @@
+"""Ways from a posterior to network outputs."""

@@ -1,0 +1,113 @@
+"""Outputs under draws of the weights, one forward pass per draw and batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bayesformer.dataset import first_tensor, map_inputs, tensors_of
+from bayesformer.engine import Strategy, run_members
+from bayesformer.network import FlatModel, apply, batched_outputs, stochastic_mode
+from bayesformer.progress import Reporter
+from bayesformer.seeds import stream
+from bayesformer.types import Inputs, Params
+
+VALUES = "values"
+
+
+@dataclass
+class PredictTask:
+    """Outputs of every draw on one set of inputs.
+
+    A draw is a row of `theta` with its own `buffers`; with `noisy`, all draws use row 0 and differ by the
+    dropout noise of their own stream.
+    """
+
+    model: FlatModel
+    theta: Tensor  # (L, P), or (1, P) with `noisy`
+    buffers: Params
+    inputs: Inputs
+    batch_size: int
+    noisy: bool = False
+    seed: int = 0
+
+    def single(self, member: int, reporter: Reporter) -> Params:  # noqa: ARG002
+        """Outputs of one draw, (N, ...)."""
+        self._load(member)
+        with torch.inference_mode(), stream(self.seed, "draw", member):
+            parts = [apply(self.model.module, chunk) for chunk in self.chunks()]
+        return {VALUES: torch.cat(parts)}
+
+    def batched(self, members: Sequence[int], reporter: Reporter) -> Params:  # noqa: ARG002
+        """Outputs of several draws, (L, N, ...)."""
+        self.model.module.eval()
+        params = self.model.layout.views(self.theta[list(members)])
+        params |= {name: value[list(members)] for name, value in self.buffers.items()}
+        with torch.no_grad():
+            parts = [batched_outputs(self.model.module, params, chunk) for chunk in self.chunks()]
+        return {VALUES: torch.cat(parts, 1)}
+
+    def trial(self, members: Sequence[int]) -> Callable[[], object]:
+        """One batch."""
+        chunk = next(self.chunks())
+        if len(members) > 1:
+            params = self.model.layout.views(self.theta[list(members)])
+            return lambda: batched_outputs(self.model.module, params, chunk)
+
+        def one() -> Tensor:
+            self._load(members[0])
+            with torch.inference_mode():
+                return apply(self.model.module, chunk)
+
+        return one
+
+    def chunks(self) -> Iterator[Inputs]:
+        """The inputs, `batch_size` examples at a time."""
+        for start in range(0, len(first_tensor(self.inputs)), self.batch_size):
+            yield map_inputs(self.inputs, lambda x, a=start: x[a : a + self.batch_size])
+
+    @property
+    def units(self) -> int:
+        """Batches."""
+        return -(-len(first_tensor(self.inputs)) // self.batch_size)
+
+    @property
+    def device(self) -> torch.device:
+        """The weights' device."""
+        return self.theta.device
+
+    @cached_property
+    def signature(self) -> str:
+        """Model, batch and number of batches."""
+        shapes = [(min(len(t), self.batch_size), *t.shape[1:]) for t in tensors_of(self.inputs)]
+        text = f"{self.model.layout}{shapes}{self.units}{self.noisy}{type(self.model.module)}{self.device}"
+        return "predict " + hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def why_not_batched(self) -> str | None:
+        """Dropout noise of separate streams has no batched form."""
+        return "every draw has a dropout stream of its own" if self.noisy else None
+
+    def _load(self, member: int) -> None:
+        row = 0 if self.noisy else member
+        self.model.load(self.theta[row])
+        self.model.load_buffers({name: value[row] for name, value in self.buffers.items()})
+        if self.noisy:
+            stochastic_mode(self.model.module)
+        else:
+            self.model.module.eval()
+
+
+def sampled_outputs(
+    task: PredictTask,
+    draws: int,
+    strategy: Strategy = "auto",
+    workers: int | None = None,
+    reporter: Reporter | None = None,
+) -> Tensor:
+    """(L, N, ...): outputs of the first `draws` draws."""
+    return run_members(task, range(draws), strategy, workers, reporter)[VALUES]

@@ -1,0 +1,75 @@
+"""Tensors and facts on disk: safetensors and JSON, written whole or not at all, read with suspicion."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from bayesformer.errors import DamagedFileError
+
+FACTS = "facts"  # the one metadata entry our files carry: a JSON object
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`: a reader, or a crash, sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """One line of JSON."""
+    write_atomically(path, (json.dumps(value, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object, or an error naming the file."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{what} {path} does not exist.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DamagedFileError(f"{what} {path} is not valid JSON ({error}): truncated or altered.") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{what} {path} must hold a JSON object; got {type(value).__name__}.")
+    return value
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
+    """Tensors with their facts in one file; returns the bytes written."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = save(plain, metadata={FACTS: json.dumps(facts)})
+    write_atomically(path, content)
+    return content
+
+
+def read_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts, or an error naming the file and what is wrong with it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{what} {path} does not exist.") from None
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
+    if FACTS not in metadata:
+        raise DamagedFileError(f"{what} {path} was not written by bayesformer: it has no {FACTS!r} entry.")
+    return tensors, json.loads(metadata[FACTS])
