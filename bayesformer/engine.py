@@ -103,7 +103,7 @@ def run_members(
     if not members:
         raise ValueError("members must hold at least one member; got none.")
     reporter = reporter or Silent()
-    workers = cores() if workers is None else workers
+    workers = 1 if _in_worker else cores() if workers is None else workers
     chosen = strategy if strategy != "auto" else choose(task, members, workers)
     if chosen == "batched":
         reason = task.why_not_batched()

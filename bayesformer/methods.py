@@ -232,9 +232,14 @@ class TrainTask:
 
     @staticmethod
     def _result(trained: Trained) -> Params:
-        last = torch.tensor([len(trained.history)] * len(trained.theta))
-        buffers = {f"buffer.{name}": value for name, value in trained.buffers.items()}
-        return {"theta": trained.theta, "best_epoch": trained.best_epoch, "epochs": last, **buffers}
+        members = len(trained.theta)
+        return {
+            "theta": trained.theta,
+            "best_epoch": trained.best_epoch,
+            "epochs": torch.full((members,), len(trained.history)),
+            "seconds": torch.full((members,), trained.seconds / members, dtype=torch.float64),
+            **{f"buffer.{name}": value for name, value in trained.buffers.items()},
+        }
 
     def trial(self, members: Sequence[int]) -> Callable[[], object]:
         """One step on the first batch."""
@@ -277,6 +282,10 @@ class TrainTask:
             return "the model has dropout, and every member has a noise stream of its own"
         if any(not torch.equal(before[name], value) for name, value in model.named_buffers()):
             return "training changes the model's buffers (running averages)"
+        try:
+            self.trial([0, 1])()
+        except RuntimeError as error:
+            return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
         return None
 
 
@@ -317,6 +326,7 @@ def _fit_members(
         "data": problem.data.fingerprint(),
         "epochs": result["epochs"].tolist(),
         "best_epoch": result["best_epoch"].tolist(),
+        "seconds": result["seconds"].sum().item(),
     }
     buffers = {k.removeprefix("buffer."): v for k, v in result.items() if k.startswith("buffer.")}
     return Posterior(model.eval(), problem.likelihood, result["theta"], buffers, 0, facts)

@@ -7,6 +7,7 @@ log-probabilities, and the spread between draws is the epistemic part of the unc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeVar
@@ -182,23 +183,27 @@ class GaussianPredictive:
         """(B, ..., D): probability of a value at or below each target."""
         return torch.special.ndtr((targets - self.means) / self.widths.sqrt()).mean(0)
 
-    def quantile(self, level: float, steps: int = 60) -> Tensor:
+    def quantile(self, level: float) -> Tensor:
         """(B, ..., D): the mixture's quantile, by bisection between the components' own quantiles."""
         if not 0 < level < 1:
             raise ValueError(f"level must lie strictly between 0 and 1; got {level}.")
         z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
         own = self.means + z * self.widths.sqrt()
-        low, high = own.amin(0), own.amax(0)
-        for _ in range(steps):
-            middle = (low + high) / 2
-            below = self.cdf(middle) < level
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        return (low + high) / 2
+        return bisect(self.cdf, own.amin(0), own.amax(0), level)
 
     def select(self, mask: Tensor) -> GaussianPredictive:
         """The M questions where `mask` is True, as (L, M, D)."""
         spreads = None if self.spreads is None else self.spreads[:, mask]
         return GaussianPredictive(self.means[:, mask], self.variances[:, mask], spreads)
+
+
+def bisect(cdf: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, level: float, steps: int = 60) -> Tensor:
+    """Where an increasing function between `low` and `high` passes `level`, elementwise."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        below = cdf(middle) < level
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
 
 
 def check_targets_shape(targets: Tensor, expected: torch.Size) -> None:

@@ -70,6 +70,4 @@ def read_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, An
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
-    if FACTS not in metadata:
-        raise DamagedFileError(f"{what} {path} was not written by bayesformer: it has no {FACTS!r} entry.")
-    return tensors, json.loads(metadata[FACTS])
+    return tensors, json.loads(metadata.get(FACTS, "{}"))

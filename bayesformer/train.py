@@ -102,6 +102,7 @@ class Trained(NamedTuple):
     buffers: Params  # each (L, ...), running averages that training changed
     history: list[dict[str, list[float]]]  # per epoch: the log joint and the validation score of each member
     best_epoch: Tensor  # (L,)
+    seconds: float  # spent in training, over all resumptions
 
 
 @dataclass
@@ -116,6 +117,7 @@ class _Run:
     best_epoch: Tensor  # (L,)
     stopped: Tensor  # (L,)
     history: list[dict[str, list[float]]]
+    seconds: float = 0.0
 
 
 def train(
@@ -133,9 +135,11 @@ def train(
     with torch.random.fork_rng():
         while run.epoch < epochs and not bool(run.stopped.all()):
             reporter.update(label, run.epoch, epochs, _note(run))
+            start = time.perf_counter()
             _epoch(run, job)
             _judge(run, job)
             run.epoch += 1
+            run.seconds += time.perf_counter() - start
             ended = run.epoch == epochs or bool(run.stopped.all())
             if checkpoint is not None and (ended or time.monotonic() - saved >= every_seconds):
                 _save(run, job, checkpoint, identity)
@@ -143,7 +147,7 @@ def train(
     reporter.update(label, epochs, epochs)
     rows = run.best_theta if run.best_theta.dim() == 2 else run.best_theta[None]
     buffers = {k: v if len(job.members) > 1 else v[None] for k, v in run.best_buffers.items()}
-    return Trained(rows, buffers, run.history, run.best_epoch)
+    return Trained(rows, buffers, run.history, run.best_epoch, run.seconds)
 
 
 def score(model: FlatModel, likelihood: Likelihood, theta: Tensor, data: Data, chunk: int = 256) -> Tensor:
@@ -262,7 +266,7 @@ def _save(run: _Run, job: Job, path: Path, identity: str) -> None:
     tensors |= {f"best_buffer.{k}": v for k, v in run.best_buffers.items()}
     # safetensors refuses tensors that share memory, as buffers of tied modules may
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    facts = {"identity": identity, "epoch": run.epoch, "history": run.history}
+    facts = {"identity": identity, "epoch": run.epoch, "history": run.history, "seconds": run.seconds}
     write_tensors(path, tensors, facts)
 
 
@@ -275,7 +279,7 @@ def _resume(run: _Run, job: Job, path: Path, identity: str) -> None:
         )
     state = {k.removeprefix("state."): v for k, v in tensors.items() if k.startswith("state.")}
     unpack_state(run.state, state)
-    run.epoch, run.history = facts["epoch"], facts["history"]
+    run.epoch, run.history, run.seconds = facts["epoch"], facts["history"], facts["seconds"]
     run.best_theta.copy_(tensors["best.theta"])
     run.best_score, run.best_epoch, run.stopped = tensors["best.score"], tensors["best.epoch"], tensors["stopped"]
     job.model.load_buffers({k[7:]: v for k, v in tensors.items() if k.startswith("buffer.")})

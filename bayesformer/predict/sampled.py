@@ -89,8 +89,14 @@ class PredictTask:
         return "predict " + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def why_not_batched(self) -> str | None:
-        """Dropout noise of separate streams has no batched form."""
-        return "every draw has a dropout stream of its own" if self.noisy else None
+        """Dropout noise of separate streams has no batched form, and some models cannot be vmapped."""
+        if self.noisy:
+            return "every draw has a dropout stream of its own"
+        try:
+            self.trial([0, 0])()
+        except RuntimeError as error:
+            return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
+        return None
 
     def _load(self, member: int) -> None:
         row = 0 if self.noisy else member

@@ -1,0 +1,96 @@
+"""Multi-head attention that takes its weights from a part: a family of attention laws.
+
+A family answers `family(logits, mask) -> Draw(weights, kl)`. Softmax is the deterministic one; stochastic
+families stand beside it, one file each, and plug into the same `Attention`.
+
+Letters: B batch, H heads, T queries, S keys, d head width, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bayesformer.types import Draw
+
+
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the keys a query may attend to, (B, H, T, S); every other weight is exactly 0.
+
+    `mask` is boolean, broadcasts to the logits and is True where attending is allowed. A query without any
+    key gets a row of zeros. The fill is the lowest finite number: minus infinity would make such a row 0/0,
+    and its NaN would come back through the gradient.
+    """
+    hidden = ~mask
+    logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+    return F.softmax(logits, -1).masked_fill(hidden, 0.0)
+
+
+class Softmax(nn.Module):
+    """Deterministic attention, with dropout of weights if asked for."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_rate("dropout", dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, logits: Tensor, mask: Tensor) -> Draw:
+        """Weights (B, H, T, S) and a KL of 0, (B,)."""
+        return Draw(self.dropout(masked_softmax(logits, mask)), logits.new_zeros(logits.shape[0]))
+
+
+class Linear(nn.Linear):
+    """An affine map that starts from Glorot-uniform weights and zero biases.
+
+    A class of its own so that re-initialising a model, in whatever order its modules are visited, gives the
+    law it was built with.
+    """
+
+    def reset_parameters(self) -> None:
+        """Weights uniform within ±√(6 / (fan in + fan out)), biases 0."""
+        nn.init.xavier_uniform_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention whose weights are given by `family(logits, mask) -> Draw`.
+
+    The products are written out: the fused attention of torch hides the weights, and has no batching rule,
+    forward derivative or second backward.
+    """
+
+    def __init__(self, dim: int, heads: int, family: nn.Module) -> None:
+        super().__init__()
+        check_positive(dim=dim, heads=heads)
+        if dim % heads:
+            raise ValueError(f"dim must be a multiple of heads; got dim={dim}, heads={heads}.")
+        self.heads, self.family = heads, family
+        self.query, self.key, self.value = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
+        self.out = Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """From (B, T, D) to (B, T, D), and the KL of each example, (B,)."""
+        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
+        weights, kl = self.family(q @ k.mT / math.sqrt(q.shape[-1]), mask)  # (B, H, T, S), (B,)
+        return self.out((weights @ v).transpose(1, 2).flatten(-2)), kl
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, T, D) as heads, (B, H, T, d)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def check_positive(**values: int) -> None:
+    """Refuse sizes below 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}.")
+
+
+def check_rate(name: str, rate: float) -> None:
+    """Refuse a dropout rate that is no probability, or drops everything."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"{name} must lie in [0, 1); got {rate}.")

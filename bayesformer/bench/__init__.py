@@ -1,0 +1,1 @@
+"""Honest comparisons: tasks, the runner that fills in missing cells, tables and the report page."""

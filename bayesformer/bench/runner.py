@@ -1,0 +1,347 @@
+"""The runner: fills in the cells (task, method, seed) that have no result yet.
+
+It names no task and no method. A result is one JSON line in a file of its own, written whole when the cell is
+done; a cell that was killed resumes from its checkpoint; a cell that failed is written aside with its error and
+does not stop the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import subprocess
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesformer import evaluate
+from bayesformer.bench.memory import PeakMemory
+from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
+from bayesformer.engine import Strategy, run_in_processes
+from bayesformer.errors import DamagedFileError, unknown_name
+from bayesformer.methods import METHODS, Method, Problem, build_method
+from bayesformer.posterior import Posterior
+from bayesformer.predictive import Predictive
+from bayesformer.progress import Reporter, Silent
+from bayesformer.settings import override, summary
+from bayesformer.storage import read_json, write_json
+from bayesformer.train import Training
+
+FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
+ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training to do: names and every setting, nothing hidden."""
+
+    task: str
+    method: str
+    seed: int
+    task_settings: Mapping[str, Any]
+    training: Mapping[str, Any]
+    method_settings: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """A hash of the settings: cells of one key differ by seed only."""
+        facts = [self.task, self.method, self.task_settings, self.training, self.method_settings]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def path(self) -> Path:
+        """Where its result lies, below the results folder."""
+        return Path(self.task.replace("/", "-")) / f"{self.method}-{self.key}" / f"seed{self.seed}.json"
+
+    @property
+    def folder(self) -> Path:
+        """A folder name of its own, for checkpoints and posteriors."""
+        return self.path.with_suffix("")
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.method} seed {self.seed}"
+
+    def build(self) -> tuple[Task, Training, Method]:
+        """The objects its settings describe."""
+        task = override(TASKS[self.task](), self.task_settings, self.task)
+        training = Training(**self.training)
+        return task, training, build_method(self.method, dict(self.method_settings))
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Settings that differ from the defaults: for training, by task and by method."""
+
+    training: Mapping[str, Any]
+    tasks: Mapping[str, Mapping[str, Any]]
+    methods: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> Overrides:
+        """From {"training": {...}, "ensemble": {...}, "toy/m1": {...}, "toy/*": {...}}."""
+        rest = dict(settings)
+        training = rest.pop("training", {})
+        methods = {name: rest.pop(name) for name in list(rest) if name in METHODS}
+        tasks = {name: rest.pop(name) for name in list(rest) if any(fnmatchcase(task, name) for task in TASKS)}
+        if rest:
+            raise unknown_name("group of settings", next(iter(rest)), ["training", *METHODS, *TASKS])
+        return cls(training, tasks, methods)
+
+
+def expand(patterns: Sequence[str], known: Mapping[str, Any], kind: str) -> list[str]:
+    """Names from names and patterns such as toy/*; an unknown one is an error with the nearest."""
+    names: list[str] = []
+    for pattern in patterns:
+        found = [name for name in known if fnmatchcase(name, pattern)]
+        if not found:
+            raise unknown_name(kind, pattern, known)
+        names += [name for name in found if name not in names]
+    return names
+
+
+def plan(
+    tasks: Sequence[str], methods: Sequence[str], seeds: Sequence[int], settings: Mapping[str, Any] | None = None
+) -> list[Cell]:
+    """All cells of a comparison, every setting checked before anything runs."""
+    overrides = Overrides.of(settings or {})
+    cells = []
+    for task_name in expand(tasks, TASKS, "task"):
+        changes: dict[str, Any] = {}
+        for pattern, values in overrides.tasks.items():
+            if fnmatchcase(task_name, pattern):
+                changes |= values
+        task = override(TASKS[task_name](), changes, task_name)
+        training = override(task.training, overrides.training, "training")
+        for method_name in expand(methods, METHODS, "method"):
+            method = override(METHODS[method_name](), overrides.methods.get(method_name, {}), method_name)
+            for seed in seeds:
+                parts = asdict(task), asdict(training), asdict(method)  # type: ignore[call-overload]
+                cells.append(Cell(task_name, method_name, seed, *parts))
+    return cells
+
+
+@dataclass(frozen=True)
+class Options:
+    """How cells run; nothing here changes a result."""
+
+    results: Path
+    workers: int = 1  # cells at once; a single cell may give them to its members
+    strategy: Strategy = "auto"
+    keep_posteriors: bool = True
+    checkpoint_seconds: float = 10.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run."""
+
+    done: list[Path]
+    failed: list[tuple[Cell, str]]
+    skipped: int
+
+
+def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = None) -> Outcome:
+    """Run the cells that have no result yet; each result is safe on disk as soon as its cell ends."""
+    reporter = reporter or Silent()
+    missing = [cell for cell in cells if not (options.results / cell.path).exists()]
+    done: list[Path] = []
+    failed: list[tuple[Cell, str]] = []
+    for cell, problem in _each(_costly_first(missing), options, reporter):
+        if problem is None:
+            done.append(options.results / cell.path)
+        else:
+            failed.append((cell, problem))
+        reporter.update("cells", len(done) + len(failed), len(missing), str(cell))
+    return Outcome(done, failed, len(cells) - len(missing))
+
+
+def _each(cells: list[Cell], options: Options, reporter: Reporter) -> Iterator[tuple[Cell, str | None]]:
+    work = CellWork(options)
+    if options.workers > 1 and len(cells) > 1:
+        for i, problem in run_in_processes(work, cells, options.workers, reporter):
+            yield cells[i], problem
+    else:
+        for cell in cells:
+            yield cell, work(cell, reporter)
+
+
+def _costly_first(cells: Sequence[Cell]) -> list[Cell]:
+    """Long cells first, so that no worker is left with one at the end."""
+    return sorted(cells, key=lambda cell: -int(cell.method_settings.get("members", 1)))
+
+
+@dataclass(frozen=True)
+class CellWork:
+    """Does one cell and says what went wrong, if anything; an object so that worker processes can have it."""
+
+    options: Options
+
+    def __call__(self, cell: Cell, reporter: Reporter) -> str | None:
+        try:
+            result = run_cell(cell, self.options, _Named(reporter, str(cell)))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            aside = {**asdict(cell), "error": text, "traceback": traceback.format_exc(), **provenance()}
+            write_json(self.options.results / FAILED / cell.path, aside)
+            return text
+        write_json(self.options.results / cell.path, result)
+        (self.options.results / FAILED / cell.path).unlink(missing_ok=True)
+        shutil.rmtree(self.options.results / CHECKPOINTS / cell.folder, ignore_errors=True)
+        return None
+
+
+def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]:
+    """Fit, predict, judge; raises when the truth is beaten."""
+    task, training, method = cell.build()
+    data = task.load()
+    started = datetime.now(UTC)
+    with PeakMemory() as memory:
+        posterior = method.fit(
+            Problem(
+                model=task.model,
+                likelihood=task.likelihood,
+                data=data.train,
+                validation=data.validation,
+                training=training,
+                seed=cell.seed,
+                strategy=options.strategy,
+                workers=options.workers,
+                checkpoint=options.results / CHECKPOINTS / cell.folder,
+                checkpoint_seconds=options.checkpoint_seconds,
+                reporter=reporter,
+            )
+        )
+        ask = _Asker(posterior, options)
+        evaluation = task.evaluate(ask, data)
+    if evaluation.gap is not None:
+        evaluate.check_not_above(evaluation.gap, label=str(cell))
+    if options.keep_posteriors:
+        made_for = {"name": cell.task, "settings": dict(cell.task_settings)}
+        kept = replace(posterior, facts={**posterior.facts, "task": made_for})
+        kept.save(options.results / POSTERIORS / cell.folder)
+    cost = {
+        "fit_seconds": round(float(posterior.facts["seconds"]), 3),
+        "predict_ms": round(ask.seconds / ask.examples * 1e3, 4),
+        "parameters": posterior.theta.numel(),
+        "peak_mib": memory.mib,
+    }
+    return _result(cell, posterior, evaluation, cost, started)
+
+
+class _Asker:
+    """`predict`, timed."""
+
+    def __init__(self, posterior: Posterior, options: Options) -> None:
+        self.posterior, self.options = posterior, options
+        self.seconds, self.examples = 0.0, 0
+
+    def __call__(self, inputs: Tensor) -> Predictive:
+        start = time.perf_counter()
+        how = {"strategy": self.options.strategy, "workers": self.options.workers}
+        predictive = self.posterior.predict(inputs, **how)
+        self.seconds += time.perf_counter() - start
+        self.examples += len(inputs)
+        return predictive
+
+
+class _Named:
+    """Puts the cell's name before what its training reports."""
+
+    def __init__(self, reporter: Reporter, name: str) -> None:
+        self.reporter, self.name = reporter, name
+
+    def update(self, task: str, done: int, total: int, note: str = "") -> None:
+        """Pass on."""
+        self.reporter.update(f"{self.name}: {task}", done, total, note)
+
+
+def _result(
+    cell: Cell, posterior: Posterior, evaluation: Evaluation, cost: dict[str, Any], started: datetime
+) -> dict[str, Any]:
+    gap = evaluation.gap
+    oracle = None
+    if gap is not None:
+        oracle = {"log_likelihood": evaluation.oracle, "gap": gap.mean, "gap_se": gap.standard_error}
+    return {
+        "task": cell.task,
+        "task_description": describe(cell.task),
+        "method": cell.method,
+        "method_description": summary(METHODS[cell.method]),
+        "variant": _variant(cell),
+        "seed": cell.seed,
+        "key": cell.key,
+        "settings": {
+            "task": dict(cell.task_settings),
+            "training": dict(cell.training),
+            "method": dict(cell.method_settings),
+        },
+        "started": started.isoformat(timespec="seconds"),
+        **provenance(),
+        "device": str(posterior.theta.device),
+        "fit": {name: posterior.facts[name] for name in ("epochs", "best_epoch")},
+        "cost": cost,
+        "primary": TASKS[cell.task]().primary,
+        "metrics": evaluation.metrics,
+        "oracle": oracle,
+        "figures": evaluation.figures,
+    }
+
+
+def _variant(cell: Cell) -> str:
+    """The method's settings that differ from its defaults."""
+    defaults = asdict(METHODS[cell.method]())
+    changed = {k: v for k, v in cell.method_settings.items() if v != defaults[k]}
+    return ", ".join(f"{name}={value}" for name, value in changed.items())
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, versions and machine: what made this number."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("bayesformer", "numpy", "scikit-learn"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    return {
+        "commit": commit,
+        "dirty": bool(commit and _git("status", "--porcelain", "--untracked-files=no")),
+        "versions": versions,
+        "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of this package's own checkout, if it is one."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists() or shutil.which("git") is None:
+        return None
+    answer = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def load_results(folder: Path) -> list[dict[str, Any]]:
+    """All results below a folder, in a fixed order; a damaged one is an error naming its file."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"results folder {folder} does not exist.")
+    results = []
+    for path in sorted(folder.rglob("seed*.json")):
+        if ASIDE & set(path.relative_to(folder).parts):
+            continue
+        result = read_json(path, "result")
+        lacking = {"task", "method", "seed", "metrics", "cost"} - result.keys()
+        if lacking:
+            raise DamagedFileError(f"result {path} lacks {', '.join(sorted(lacking))}.")
+        results.append(result)
+    return results

@@ -1,0 +1,65 @@
+"""Results as tables in the terminal."""
+
+from __future__ import annotations
+
+import statistics as stats
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from bayesformer.evaluate.catalogue import describe
+
+COLUMNS = ("log_likelihood", "oracle_gap", "accuracy", "ece", "crps", "auroc/shuffled", "auroc/noise")
+
+
+def print_tables(results: Sequence[dict[str, Any]]) -> None:
+    """One table per task: methods by the task's primary metric, mean ± standard deviation over seeds."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    by_task: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        by_task[result["task"]][_name(result)].append(result)
+    for task, methods in by_task.items():
+        primary = next(iter(methods.values()))[0]["primary"]
+        shown = [c for c in COLUMNS if any(c in r["metrics"] for rs in methods.values() for r in rs)]
+        table = Table(title=f"{task}: {_seeds(methods)}", title_justify="left", box=None, header_style="bold")
+        table.add_column("method", no_wrap=True)
+        for name in shown:
+            table.add_column(describe(name).label, justify="right")
+        table.add_column("train s", justify="right")
+        table.add_column("predict ms", justify="right")
+        sign = -1 if describe(primary).better == "higher" else 1
+        for method in sorted(methods, key=lambda m, s=sign, ms=methods: s * _mean(_values(ms[m], primary))):
+            cells = [_spread(_values(methods[method], name)) for name in shown]
+            seconds = _mean([r["cost"]["fit_seconds"] for r in methods[method]])
+            milliseconds = _mean([r["cost"]["predict_ms"] for r in methods[method]])
+            table.add_row(method, *cells, f"{seconds:.1f}", f"{milliseconds:.2f}")
+        console.print(table)
+        console.print()
+
+
+def _name(result: dict[str, Any]) -> str:
+    return f"{result['method']} ({result['variant']})" if result["variant"] else result["method"]
+
+
+def _seeds(methods: dict[str, list[dict[str, Any]]]) -> str:
+    counts = {len(results) for results in methods.values()}
+    return f"{'-'.join(str(c) for c in sorted(counts))} seed{'s' if max(counts) > 1 else ''}"
+
+
+def _values(results: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [r["metrics"][name] for r in results if r["metrics"].get(name) is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return stats.fmean(values) if values else float("nan")
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    mean = f"{_mean(values):.3f}"
+    return f"{mean} ± {stats.stdev(values):.3f}" if len(values) > 1 else mean

@@ -1,0 +1,58 @@
+"""Scores of a predictive against targets: pure functions that never see a model.
+
+`classification` and `regression` give every scalar at once; `METRICS` says what each is. Padding leaves
+beforehand, through `predictive.select(mask)`.
+"""
+
+from bayesformer.evaluate.calibration import (
+    coverage_curve,
+    ece,
+    ece_adaptive,
+    ece_classwise,
+    interval_coverage,
+    reliability,
+)
+from bayesformer.evaluate.catalogue import METRICS, Metric, describe
+from bayesformer.evaluate.detection import aupr, auroc, detection, fpr_at_95_tpr, stump_accuracy
+from bayesformer.evaluate.process import Gap, check_not_above, oracle_gap, process_mse, variance_mse
+from bayesformer.evaluate.scores import accuracy, brier, crps, f1, log_likelihood, mse, rmse
+from bayesformer.evaluate.selective import RiskCoverage, aurc, eaurc, pavpu, risk_coverage
+from bayesformer.evaluate.summary import classification, epistemic_share, mean_log_likelihood, regression
+
+__all__ = [
+    "METRICS",
+    "Gap",
+    "Metric",
+    "RiskCoverage",
+    "accuracy",
+    "aupr",
+    "aurc",
+    "auroc",
+    "brier",
+    "check_not_above",
+    "classification",
+    "coverage_curve",
+    "crps",
+    "describe",
+    "detection",
+    "eaurc",
+    "ece",
+    "ece_adaptive",
+    "ece_classwise",
+    "epistemic_share",
+    "f1",
+    "fpr_at_95_tpr",
+    "interval_coverage",
+    "log_likelihood",
+    "mean_log_likelihood",
+    "mse",
+    "oracle_gap",
+    "pavpu",
+    "process_mse",
+    "regression",
+    "reliability",
+    "risk_coverage",
+    "rmse",
+    "stump_accuracy",
+    "variance_mse",
+]

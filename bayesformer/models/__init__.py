@@ -1,0 +1,6 @@
+"""Readable reference models. Any other `nn.Module` will do as well."""
+
+from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
+from bayesformer.models.vit import VisionTransformer
+
+__all__ = ["Encoder", "Regressor", "SequenceClassifier", "Tagger", "VisionTransformer"]

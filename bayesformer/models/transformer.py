@@ -1,0 +1,242 @@
+"""A transformer encoder to read top to bottom, and three models on it.
+
+Pre-norm blocks, GELU, a final LayerNorm. What attention weights follow is a part: `family` builds one per
+block. A model's `forward` gives outputs only; `outputs_and_kl` also gives each example's KL, summed over
+blocks, which is 0 unless a family is stochastic.
+
+Letters: B batch, T positions, D width, C classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bayesformer.attention.core import Attention, Linear, Softmax, check_positive, check_rate
+from bayesformer.errors import unknown_name
+
+
+def sinusoids(length: int, dim: int) -> Tensor:
+    """(length, dim): the positions of Vaswani et al. (2017), section 3.5.
+
+    P[t, 2i] = sin(t / 10000^(2i/dim)),   P[t, 2i + 1] = cos(t / 10000^(2i/dim))
+    """
+    rates = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10_000) / dim))
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates  # (length, dim / 2, rounded up)
+    table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
+    return table[:, :dim].to(torch.get_default_dtype())
+
+
+class SinusoidalPositions(nn.Module):
+    """Adds the sinusoids. The table is kept up to `max_length` and computed anew beyond it."""
+
+    table: Tensor
+
+    def __init__(self, dim: int, max_length: int) -> None:
+        super().__init__()
+        self.register_buffer("table", sinusoids(max_length, dim), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D), each position marked."""
+        length, dim = x.shape[-2:]
+        known = length <= len(self.table)
+        return x + (self.table[:length] if known else sinusoids(length, dim).to(self.table))
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned vector per position."""
+
+    def __init__(self, dim: int, max_length: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(max_length, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot-uniform, as every weight."""
+        nn.init.xavier_uniform_(self.table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D), each position marked."""
+        length, max_length = x.shape[-2], len(self.table)
+        if length > max_length:
+            raise ValueError(
+                f"a sequence with learned positions must be at most max_length={max_length}; got {length}."
+            )
+        return x + self.table[:length]
+
+
+POSITIONS = {"sinusoidal": SinusoidalPositions, "learned": LearnedPositions}
+
+
+class Mlp(nn.Module):
+    """Two affine maps with GELU between, on every position by itself."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = Linear(dim, hidden), Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (B, T, D) to (B, T, D)."""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """x + Attention(LayerNorm(x)), then x + Mlp(LayerNorm(x))."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float, family: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention, self.mlp = Attention(dim, heads, family), Mlp(dim, hidden)
+        self.attention_dropout, self.mlp_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, D) and the KL of each example, (B,)."""
+        attended, kl = self.attention(self.attention_norm(x), mask)
+        x = x + self.attention_dropout(attended)
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x))), kl
+
+
+class Encoder(nn.Module):
+    """Positions, `depth` blocks, and a LayerNorm, from (B, T, D) to (B, T, D).
+
+    Args:
+        dim: width D.
+        depth: number of blocks.
+        heads: attention heads per block; divides `dim`.
+        mlp_ratio: hidden width of the MLP over D.
+        dropout: rate on the embedded inputs and on what each block adds. Dropout of attention weights
+            belongs to the family: `partial(Softmax, dropout=0.1)`.
+        causal: whether a position sees only itself and the past.
+        positions: "sinusoidal" or "learned".
+        max_length: longest sequence for learned positions; up to here tables are kept ready.
+        family: called once per block to build what attention weights follow.
+    """
+
+    visible: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int = 1,
+        heads: int = 1,
+        *,
+        mlp_ratio: int = 4,
+        dropout: float = 0.0,
+        causal: bool = False,
+        positions: str = "sinusoidal",
+        max_length: int = 512,
+        family: Callable[[], nn.Module] = Softmax,
+    ) -> None:
+        super().__init__()
+        check_positive(dim=dim, depth=depth, mlp_ratio=mlp_ratio, max_length=max_length)
+        check_rate("dropout", dropout)
+        if positions not in POSITIONS:
+            raise unknown_name("positions", positions, POSITIONS)
+        self.dim, self.causal = dim, causal
+        self.positions, self.dropout = POSITIONS[positions](dim, max_length), nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.register_buffer("visible", visible_keys(max_length, causal), persistent=False)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The encoded positions; `valid` (B, T) is nonzero where a position is no padding."""
+        return self.outputs_and_kl(x, valid)[0]
+
+    def outputs_and_kl(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The encoded positions (B, T, D) and the KL of each example, summed over blocks, (B,)."""
+        mask = self.mask(x.shape[-2], valid)
+        x, total = self.dropout(self.positions(x)), x.new_zeros(x.shape[0])
+        for block in self.blocks:
+            x, kl = block(x, mask)
+            total = total + kl
+        return self.norm(x), total
+
+    def mask(self, length: int, valid: Tensor | None) -> Tensor:
+        """What may be attended to, broadcasting to (B, H, T, S) with S always written out."""
+        table = self.visible
+        if length > table.shape[-1]:
+            table = visible_keys(length, self.causal).to(table.device)
+        table = table[..., :length, :length]  # (1, 1, T or 1, S)
+        return table if valid is None else table & valid.bool()[:, None, None, :]
+
+
+def visible_keys(length: int, causal: bool) -> Tensor:
+    """(1, 1, T, S): every key up to the query's own position; or (1, 1, 1, S): every key."""
+    if causal:
+        return torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    return torch.ones(1, 1, 1, length, dtype=torch.bool)
+
+
+class Regressor(nn.Module):
+    """Real vectors in, a mean and a raw scale per value out: for `likelihoods.Gaussian(scale=None)`."""
+
+    def __init__(self, encoder: Encoder, inputs: int = 1, outputs: int = 1) -> None:
+        super().__init__()
+        check_positive(inputs=inputs, outputs=outputs)
+        self.embedding, self.encoder = Linear(inputs, encoder.dim), encoder
+        self.projection = Linear(encoder.dim, 2 * outputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """From (B, T, inputs) to (B, T, 2 outputs): the means, then the scales before softplus."""
+        return self.outputs_and_kl(inputs)[0]
+
+    def outputs_and_kl(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs, and the KL of each example, (B,)."""
+        x, kl = self.encoder.outputs_and_kl(self.embedding(inputs))
+        return self.projection(x), kl
+
+
+class Tagger(nn.Module):
+    """Token numbers in, the logits of C classes per token out."""
+
+    def __init__(self, encoder: Encoder, vocabulary: int, classes: int) -> None:
+        super().__init__()
+        check_positive(vocabulary=vocabulary, classes=classes)
+        self.embedding, self.encoder = nn.Embedding(vocabulary, encoder.dim), encoder
+        self.projection = Linear(encoder.dim, classes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """From (B, T) to (B, T, C). `attention_mask` (B, T) is 0 at padding; outputs there mean nothing."""
+        return self.outputs_and_kl(input_ids, attention_mask)[0]
+
+    def outputs_and_kl(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs, and the KL of each example, (B,)."""
+        x, kl = self.encoder.outputs_and_kl(self.embedding(input_ids), attention_mask)
+        return self.projection(x), kl
+
+
+class SequenceClassifier(nn.Module):
+    """Token numbers in, the logits of C classes per sequence out, from the mean over its tokens."""
+
+    def __init__(self, encoder: Encoder, vocabulary: int, classes: int) -> None:
+        super().__init__()
+        check_positive(vocabulary=vocabulary, classes=classes)
+        self.embedding, self.encoder = nn.Embedding(vocabulary, encoder.dim), encoder
+        self.projection = Linear(encoder.dim, classes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """From (B, T) to (B, C). `attention_mask` (B, T) is 0 at padding."""
+        return self.outputs_and_kl(input_ids, attention_mask)[0]
+
+    def outputs_and_kl(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs, and the KL of each example, (B,)."""
+        x, kl = self.encoder.outputs_and_kl(self.embedding(input_ids), attention_mask)
+        return self.projection(mean_over(x, attention_mask)), kl
+
+
+def mean_over(x: Tensor, valid: Tensor | None) -> Tensor:
+    """(B, D): the mean over valid positions; 0 where a sequence has none."""
+    if valid is None:
+        return x.mean(-2)
+    kept = valid.bool().unsqueeze(-1)
+    return x.masked_fill(~kept, 0.0).sum(-2) / kept.sum(-2).clamp_min(1)
