@@ -133,7 +133,12 @@ def demo(arguments: argparse.Namespace) -> int:
     cells = demo_comparison.cells(_seed_list(arguments.seeds))
     print(demo_comparison.NOTE)
     return _run_and_report(
-        cells, arguments.output, arguments.workers or cores(), arguments, "bayesformer demo", demo_comparison.NOTE
+        cells,
+        arguments.output,
+        arguments.workers or cores(),
+        arguments,
+        "bayesformer demo",
+        demo_comparison.NOTE,
     )
 
 
@@ -250,7 +255,10 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
     # Small models gain little from threads, and lose by a factor of 30 where another process has the core.
     torch.set_num_threads(arguments.threads)
     options = Options(
-        folder, workers, getattr(arguments, "strategy", "auto"), not getattr(arguments, "no_posteriors", False)
+        folder,
+        workers,
+        getattr(arguments, "strategy", "auto"),
+        not getattr(arguments, "no_posteriors", False),
     )
     with bars(False if arguments.quiet else None) as reporter:
         outcome = run(cells, options, reporter)

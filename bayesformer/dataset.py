@@ -32,9 +32,7 @@ class Data:
         check_inputs(self.inputs, "inputs")
         count = len(self)
         if len(self.targets) != count:
-            raise ValueError(
-                f"targets must be as many as inputs; got {len(self.targets)} targets, {count} inputs."
-            )
+            raise ValueError(f"targets must be as many as inputs; got {len(self.targets)} targets, {count} inputs.")
         if self.mask is None:
             return
         if self.mask.dtype != torch.bool or self.mask.shape != self.targets.shape[: self.mask.dim()]:

@@ -76,10 +76,7 @@ class StudentT:
         z = (x - self.loc) / self.scale
         half = 0.5 * (self.df + 1)
         constant = (
-            math.lgamma(half)
-            - math.lgamma(0.5 * self.df)
-            - 0.5 * math.log(self.df * math.pi)
-            - math.log(self.scale)
+            math.lgamma(half) - math.lgamma(0.5 * self.df) - 0.5 * math.log(self.df * math.pi) - math.log(self.scale)
         )
         return constant - half * torch.log1p(z * z / self.df)
 

@@ -7,7 +7,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 # Float attributes that modules hand to F.dropout or to fused attention. Hugging Face attention modules use
 # the first two; nn.MultiheadAttention the first.
-RATE_ATTRIBUTES = ("dropout", "attention_dropout", "attn_dropout", "dropout_p", "dropout_prob", "activation_dropout")
+RATE_ATTRIBUTES = (
+    "dropout",
+    "attention_dropout",
+    "attn_dropout",
+    "dropout_p",
+    "dropout_prob",
+    "activation_dropout",
+)
 
 
 def dropout_sites(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -88,6 +88,7 @@ class Calibration:
 
 
 _calibrations: dict[tuple[str, int, int], Calibration] = {}
+_obstacles: dict[str, str | None] = {}
 
 
 def run_members(
@@ -106,12 +107,10 @@ def run_members(
     workers = 1 if _in_worker else cores() if workers is None else workers
     chosen = strategy if strategy != "auto" else choose(task, members, workers)
     if chosen == "batched":
-        reason = task.why_not_batched()
+        reason = obstacle(task)
         if reason:
             raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped' or 'processes'.")
-        parts = [
-            task.batched(members[i : i + CHUNK], reporter) for i in range(0, len(members), CHUNK)
-        ]
+        parts = [task.batched(members[i : i + CHUNK], reporter) for i in range(0, len(members), CHUNK)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if chosen == "processes":
         found = dict(run_in_processes(task.single, members, workers, reporter))
@@ -119,6 +118,13 @@ def run_members(
     else:
         results = [task.single(member, reporter) for member in members]
     return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+
+
+def obstacle(task: MemberTask) -> str | None:
+    """Why the task cannot be batched, or None; asked once per kind of task."""
+    if task.signature not in _obstacles:
+        _obstacles[task.signature] = task.why_not_batched()
+    return _obstacles[task.signature]
 
 
 def choose(task: MemberTask, members: Sequence[int], workers: int) -> str:
@@ -139,7 +145,7 @@ def calibrate(task: MemberTask, members: Sequence[int], workers: int) -> Calibra
     if task.device.type == "cpu" and workers > 1 and not _in_worker and _portable(task):
         rounds = -(-len(members) // workers)
         seconds["processes"] = WORKER_START_SECONDS + 1.1 * one * task.units * rounds
-    if task.why_not_batched() is None:
+    if obstacle(task) is None:
         chunk = members[:CHUNK]
         seconds["batched"] = _median_seconds(task.trial(chunk)) / len(chunk) * task.units * len(members)
     return Calibration(seconds)
@@ -167,7 +173,9 @@ def _median_seconds(trial: Callable[[], object]) -> float:
 
 def cores() -> int:
     """Processors this process may use; 1 inside a worker."""
-    return 1 if _in_worker else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        1 if _in_worker else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
 
 
 def run_in_processes(
@@ -219,7 +227,7 @@ def _listen(queue: Any, reporter: Reporter) -> None:
 
 
 def _start_worker(fn: bytes, queue: Any) -> None:
-    global _in_worker, _reporter, _work  # noqa: PLW0603 (a worker is a process: this is its only state)
+    global _in_worker, _reporter, _work
     torch.set_num_threads(1)
     _in_worker, _reporter, _work = True, Queued(queue), pickle.loads(fn)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bayesformer.dataset import Data
-from bayesformer.dropout import set_dropout
+from bayesformer.dropout import dropout_sites, set_dropout
 from bayesformer.engine import Strategy, run_members
 from bayesformer.errors import unknown_name
 from bayesformer.inference import optimise
@@ -268,9 +268,9 @@ class TrainTask:
     @cached_property
     def signature(self) -> str:
         """Model, batch and number of steps."""
-        shapes = [tuple(p.shape) for p in self._example.parameters()]
+        rates = [getattr(module, name) for module, name in dropout_sites(self._example)]
         batch = self.data.take(slice(0, self.training.batch_size))
-        text = f"{shapes}{type(self._example)}{batch.targets.shape}{self.units}{self.device}"
+        text = f"{self._example}{rates}{batch.targets.shape}{self.units}{self.device}"
         return "train " + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def why_not_batched(self) -> str | None:

@@ -172,6 +172,7 @@ class FlatModel:
             own[name].copy_(value)
 
     def __call__(self, inputs: Inputs) -> Tensor:
+        """Outputs under the weights loaded."""
         return apply(self.module, inputs)
 
 
@@ -188,6 +189,7 @@ class FlatLogJoint:
         self.pure = log_joint(model.module, likelihood, prior, num_data)
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Value and outputs, purely."""
         return self.pure(self.model.layout.views(params[THETA]), batch)
 
     def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:

@@ -110,7 +110,7 @@ class CategoricalPredictive:
         """(B, ...): log averaged probability of the given classes."""
         check_targets_shape(targets, self.shape)
         classes = self.log_probs.shape[-1]
-        if targets.numel() and not (0 <= int(targets.min()) and int(targets.max()) < classes):
+        if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < classes):
             raise ValueError(
                 f"targets must lie in 0..{classes - 1}; got {int(targets.min())}..{int(targets.max())}. "
                 "Drop padding first: predictive.select(mask)."

@@ -76,7 +76,7 @@ def as_prior(prior: PriorLike) -> Prior:
 
 
 def parse_law(text: str) -> Distribution | None:
-    """"student_t(5, 0, 1e-4)" -> StudentT(5, 0, 1e-4); "flat" -> None."""
+    """ "student_t(5, 0, 1e-4)" -> StudentT(5, 0, 1e-4); "flat" -> None."""
     if text.strip() == "flat":
         return None
     match = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", text)

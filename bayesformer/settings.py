@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 import tomllib
 import types
@@ -29,7 +30,7 @@ def override(instance: T, changes: Mapping[str, Any], where: str) -> T:
 
 
 def parse_assignment(text: str) -> tuple[list[str], Any]:
-    """"training.lr=1e-3" -> (["training", "lr"], 0.001); the value is TOML, or else plain text."""
+    """ "training.lr=1e-3" -> (["training", "lr"], 0.001); the value is TOML, or else plain text."""
     path, sign, value = text.partition("=")
     parts = path.strip().rsplit(".", 1)
     if not sign or len(parts) != 2 or not all(parts):
@@ -68,7 +69,7 @@ def _texts_under_fields(kind: type[Any]) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     texts = {}
-    for line, following in zip(body, body[1:], strict=False):
+    for line, following in itertools.pairwise(body):
         named = isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
         if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             texts[line.target.id] = str(following.value.value)

@@ -281,7 +281,11 @@ def _resume(run: _Run, job: Job, path: Path, identity: str) -> None:
     unpack_state(run.state, state)
     run.epoch, run.history, run.seconds = facts["epoch"], facts["history"], facts["seconds"]
     run.best_theta.copy_(tensors["best.theta"])
-    run.best_score, run.best_epoch, run.stopped = tensors["best.score"], tensors["best.epoch"], tensors["stopped"]
+    run.best_score, run.best_epoch, run.stopped = (
+        tensors["best.score"],
+        tensors["best.epoch"],
+        tensors["stopped"],
+    )
     job.model.load_buffers({k[7:]: v for k, v in tensors.items() if k.startswith("buffer.")})
     for name, value in run.best_buffers.items():
         value.copy_(tensors[f"best_buffer.{name}"])

@@ -5,7 +5,7 @@ Letters everywhere: B batch, T positions, C classes, P parameters, L draws or me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
@@ -38,7 +38,9 @@ class LogJoint(Protocol):
     exp(value / temperature) targets the posterior; temperature 0 is optimisation.
     """
 
-    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Value and outputs."""
+        ...
 
 
 class Transform(NamedTuple):
@@ -50,7 +52,7 @@ class Transform(NamedTuple):
     """
 
     init: Callable[[Params], Any]
-    update: Callable[..., tuple[Any, Mapping[str, Tensor]]]
+    update: Callable[..., tuple[Any, Any]]
 
 
 class Draws(NamedTuple):

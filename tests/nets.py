@@ -11,9 +11,7 @@ class Mlp(nn.Module):
 
     def __init__(self, inputs=3, hidden=8, outputs=2, dropout=0.0):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(inputs, hidden), nn.Tanh(), nn.Dropout(dropout), nn.Linear(hidden, outputs)
-        )
+        self.net = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Dropout(dropout), nn.Linear(hidden, outputs))
 
     def forward(self, x):
         return self.net(x)

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import distributions as D
 
-from bayesformer.likelihoods import LINK_DRAWS, Bernoulli, Categorical, Gaussian, as_likelihood, from_json, to_json
+from bayesformer.likelihoods import (
+    LINK_DRAWS,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    as_likelihood,
+    from_json,
+    to_json,
+)
 from bayesformer.types import Draws, GaussianOutputs
 from tests.laws import assert_mean
 
@@ -58,7 +66,9 @@ def test_padding_counts_nothing_in_value_or_gradient(likelihood):
         y = y.masked_fill(~mask.unsqueeze(-1), math.nan)  # whatever stands in the padding
     f.requires_grad_()
     value = likelihood.log_prob(f, y, mask)
-    alone = torch.stack([likelihood.log_prob(f[i : i + 1, : n], y[i : i + 1, : n])[0] for i, n in enumerate([6, 4, 1, 3])])
+    alone = torch.stack(
+        [likelihood.log_prob(f[i : i + 1, :n], y[i : i + 1, :n])[0] for i, n in enumerate([6, 4, 1, 3])]
+    )
     torch.testing.assert_close(value, alone)
     (grad,) = torch.autograd.grad(value.sum(), f)
     assert torch.isfinite(grad).all()
@@ -79,7 +89,10 @@ def test_hessian_equals_autograd(likelihood):
     if isinstance(likelihood, Bernoulli):
         f, y = f[:, None], y[:, None]
     exact = torch.stack(
-        [torch.func.hessian(lambda g, t=t: -likelihood.log_prob(g[None], t[None])[0])(g) for g, t in zip(f, y, strict=True)]
+        [
+            torch.func.hessian(lambda g, t=t: -likelihood.log_prob(g[None], t[None])[0])(g)
+            for g, t in zip(f, y, strict=True)
+        ]
     )
     torch.testing.assert_close(likelihood.hessian(f), exact)
 
@@ -144,10 +157,25 @@ def test_json_round_trip(likelihood):
         (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), r"targets must lie in 0\.\.2 .* got 3"),
         (Categorical(), torch.zeros(2, 3), torch.tensor([0, -1]), r"got -1"),
         (Categorical(), torch.zeros(2, 3), torch.zeros(2), "must be integers; got torch.float32"),
-        (Categorical(), torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.long), r"must have shape \(2,\) .* got \(2, 1\)"),
-        (Gaussian(), torch.zeros(2, 3), torch.zeros(2, 1), "even number of outputs, means then scales; got 3"),
+        (
+            Categorical(),
+            torch.zeros(2, 3),
+            torch.zeros(2, 1, dtype=torch.long),
+            r"must have shape \(2,\) .* got \(2, 1\)",
+        ),
+        (
+            Gaussian(),
+            torch.zeros(2, 3),
+            torch.zeros(2, 1),
+            "even number of outputs, means then scales; got 3",
+        ),
         (Gaussian(), torch.zeros(2, 2), torch.zeros(2), r"must have shape \(2, 1\) .* got \(2,\)"),
-        (Gaussian(scale=1.0), torch.zeros(2, 1), torch.tensor([[0.0], [math.nan]]), "finite where they count; got 1 NaN"),
+        (
+            Gaussian(scale=1.0),
+            torch.zeros(2, 1),
+            torch.tensor([[0.0], [math.nan]]),
+            "finite where they count; got 1 NaN",
+        ),
         (Bernoulli(), torch.zeros(2), torch.tensor([0, 2]), "must be 0 or 1; got 2"),
         (Bernoulli(), torch.zeros(2, 2), torch.tensor([0, 1]), r"must have shape \(2, 2\)"),
     ],

@@ -270,8 +270,17 @@ def test_reset_parameters_renews_every_parameter_in_any_order(name, order):
             assert torch.equal(module.bias, torch.zeros_like(module.bias))
 
 
-def test_every_matrix_starts_uniform_within_glorots_bound():
-    model = Regressor(Encoder(64, 2, positions="learned"), inputs=64, outputs=32)
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Regressor(Encoder(64, 2, positions="learned"), inputs=64, outputs=32),
+        lambda: Tagger(Encoder(64), 300, 50),
+        lambda: SequenceClassifier(Encoder(64), 300, 50),
+        lambda: VisionTransformer(28, 4, 3, 50),
+    ],
+)
+def test_every_matrix_starts_uniform_within_glorots_bound(build):
+    model = build()
     for key, p in model.named_parameters():
         if p.dim() == 2:
             bound = math.sqrt(6 / sum(p.shape))
@@ -370,7 +379,7 @@ def test_gradients_are_those_of_finite_differences(name):
     def f(*values):
         return functional_call(model, dict(zip(keys, values, strict=True)), args)
 
-    assert torch.autograd.gradcheck(f, tuple(v.requires_grad_() for v in values))
+    assert torch.autograd.gradcheck(f, tuple(v.requires_grad_() for v in values), fast_mode=True)
 
 
 # Errors

@@ -95,8 +95,10 @@ def test_batched_gradient_equals_the_loop(name):
     inputs = batch.inputs
     if name in {"bert", "gpt2"}:  # Hugging Face looks into a padding mask, which vmap cannot
         inputs = {"input_ids": inputs["input_ids"]}
-    pick = (lambda i: {k: v[i] for k, v in inputs.items()}) if isinstance(inputs, dict) else (
-        (lambda i: tuple(v[i] for v in inputs)) if isinstance(inputs, tuple) else (lambda i: inputs[i])
+    pick = (
+        (lambda i: {k: v[i] for k, v in inputs.items()})
+        if isinstance(inputs, dict)
+        else ((lambda i: tuple(v[i] for v in inputs)) if isinstance(inputs, tuple) else (lambda i: inputs[i]))
     )
     together = joint.value_and_grad({THETA: theta}, Batch(pick(order), batch.targets[order]))
     for row in range(3):

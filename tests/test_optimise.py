@@ -16,7 +16,10 @@ def quadratic(params, batch):
 
 
 def start():
-    return {"a": torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3), "b": torch.tensor([0.5], dtype=torch.float64)}
+    return {
+        "a": torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3),
+        "b": torch.tensor([0.5], dtype=torch.float64),
+    }
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -15,7 +15,8 @@ def categorical(draws=4, shape=(3, 5), classes=6):
 
 def gaussian(draws=4, shape=(3, 5), width=2):
     return GaussianPredictive(
-        torch.randn(draws, *shape, width, dtype=torch.float64), torch.rand(draws, *shape, width, dtype=torch.float64) + 0.1
+        torch.randn(draws, *shape, width, dtype=torch.float64),
+        torch.rand(draws, *shape, width, dtype=torch.float64) + 0.1,
     )
 
 

@@ -36,9 +36,16 @@ def test_float32_draws_are_finite(law, reference):
 
 
 def test_the_first_matching_pattern_decides():
-    params = {"embed.weight": torch.randn(3), "attention.q.weight": torch.randn(2), "head.bias": torch.randn(4)}
+    params = {
+        "embed.weight": torch.randn(3),
+        "attention.q.weight": torch.randn(2),
+        "head.bias": torch.randn(4),
+    }
     prior = Prior({"*attention*": Laplace(0, 0.1), "*bias": None, "*": Normal(0, 2)})
-    expected = Normal(0, 2).log_prob(params["embed.weight"]).sum() + Laplace(0, 0.1).log_prob(params["attention.q.weight"]).sum()
+    expected = (
+        Normal(0, 2).log_prob(params["embed.weight"]).sum()
+        + Laplace(0, 0.1).log_prob(params["attention.q.weight"]).sum()
+    )
     torch.testing.assert_close(prior.log_prob(params), expected)
 
 

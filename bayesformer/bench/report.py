@@ -42,11 +42,11 @@ from bayesformer.evaluate.catalogue import Metric, describe
 from bayesformer.storage import write_atomically
 
 SHOWN = (
-    "log_likelihood", "accuracy", "f1_macro", "ece", "brier", "crps", "rmse", "coverage_error_90",
-    "process_mse", "auroc", "aurc",
-)  # fmt: skip
+    *("log_likelihood", "accuracy", "ece", "auroc", "crps", "rmse", "coverage_error_90"),
+    *("brier", "f1_macro", "aurc", "process_mse"),
+)
 """Metrics of the main table after the primary one, in this order; the rest is in the full table."""
-COLUMNS, SERIES, IMAGES = 6, 2, 8  # most metrics in the main table, series and images in a figure
+COLUMNS, SERIES, IMAGES = 5, 2, 8  # most metrics in the main table, series and images in a figure
 
 MARKS: dict[Verdict, tuple[str, str]] = {
     "baseline": ("", "baseline"),
@@ -103,8 +103,7 @@ class Report:
         self.seeds = sorted({seed for _, _, seed in cells})
         names = sorted({title for title, _, _ in cells})
         self.tasks = [
-            Task(name, i, [cells[key] for key in sorted(cells) if key[0] == name])
-            for i, name in enumerate(names, 1)
+            Task(name, i, [cells[key] for key in sorted(cells) if key[0] == name]) for i, name in enumerate(names, 1)
         ]
         baseline = baseline_of(self.entries)
         self.slots = {e: i for i, e in enumerate(e for e in self.entries if e != baseline)}
@@ -249,22 +248,20 @@ class Task:
         """The primary metric, then the first of SHOWN that were measured."""
         known = [m for m in map(_metric, self.metrics) if m != self.primary and m.name.split("/")[0] in SHOWN]
         known.sort(key=lambda m: SHOWN.index(m.name.split("/")[0]))
-        room = COLUMNS - 1 - 2 * any(r.get("oracle") for r in self.results)  # the gap takes a wide column
+        room = COLUMNS - 1 - any(r.get("oracle") for r in self.results)  # the gap is a column, too
         return [self.primary, *known[:room]]
 
     def figures(self, key: str) -> dict[Entry, Any]:
         """What the first seed that has it recorded under `key`, in order of rank."""
         found = {
-            e: next((f for r in self.groups[e] if (f := (r.get("figures") or {}).get(key))), None)
-            for e in self.order
+            e: next((f for r in self.groups[e] if (f := (r.get("figures") or {}).get(key))), None) for e in self.order
         }
         return {e: f for e, f in found.items() if f}
 
     def seed_note(self, key: str) -> str:
         """Which run a figure shows."""
         seeds = {
-            next((r["seed"] for r in runs if (r.get("figures") or {}).get(key)), None)
-            for runs in self.groups.values()
+            next((r["seed"] for r in runs if (r.get("figures") or {}).get(key)), None) for runs in self.groups.values()
         } - {None}
         return f"One run, seed {seeds.pop()}." if len(seeds) == 1 else "One run each, the first seed."
 
@@ -426,9 +423,7 @@ def _missing(report: Report) -> str:
 
 def _methods(report: Report) -> Html | None:
     about = {
-        e: next(
-            (str(t) for r in report.results if entry_of(r) == e and (t := r.get("method_description"))), ""
-        )
+        e: next((str(t) for r in report.results if entry_of(r) == e and (t := r.get("method_description"))), "")
         for e in report.entries
     }
     if not any(about.values()):
@@ -548,9 +543,7 @@ def _why_untested(standing: Standing) -> str:
 
 def _rank_table(report: Report) -> Html:
     """Methods over all tasks, by mean rank."""
-    places = {
-        e: {t.index: s for t in report.tasks for s in t.standings if s.entry == e} for e in report.entries
-    }
+    places = {e: {t.index: s for t in report.tasks for s in t.standings if s.entry == e} for e in report.entries}
     means = {
         e: numbers.fmean(ranks) if (ranks := [s.rank for s in row.values() if s.rank]) else math.inf
         for e, row in places.items()
@@ -665,14 +658,14 @@ def _task_answer(task: Task) -> str:
     names = _listing([s.entry.label for s in task.winners])
     if len(task.groups) == 1:
         return f"Only {names} was run here: there is nothing to compare."
-    first = f"{names} ranks first by {task.quality}"
+    verb = "ranks first" if len(task.winners) == 1 else "share the first rank"
+    first = f"{names} {verb} by {task.quality}"
     if task.baseline is None:
         return f"{first}; no MLE was run, so no gain can be claimed."
     return {
         "baseline": f"No gain from being Bayesian was seen here: {first}.",
         "better": f"{first} and is significantly better than the MLE.",
-        "untested": f"{first}; whether that is more than luck could not be tested: "
-        f"{_why_untested(task.winners[0])}.",
+        "untested": f"{first}; whether that is more than luck could not be tested: {_why_untested(task.winners[0])}.",
     }.get(task.outcome, f"{first}, but its advantage over the MLE cannot be told from seed noise.")
 
 
@@ -687,20 +680,13 @@ def _ranking(report: Report, task: Task) -> Html:
     rows = []
     for standing in task.standings:
         entry = standing.entry
-        scores = [
-            _cell(_plus_minus(tables[m.name][entry], digits[m.name], entry in winners[m.name]))
-            for m in metrics
-        ]
+        scores = [_cell(_plus_minus(tables[m.name][entry], digits[m.name], entry in winners[m.name])) for m in metrics]
         if compared:
             scores[1:1] = _compared(report, standing, digits[task.primary.name], task.primary, reach)
         if gaps:
             scores.insert(3 if compared else 1, _cell(_gap_text(gaps.get(entry), _gap_digits(gaps))))
         rank = tag("span", str(standing.rank or DASH), class_="rank")
-        failed = (
-            tag("small", f"{_count(standing.failed, 'failed run')}", class_="failed")
-            if standing.failed
-            else None
-        )
+        failed = tag("small", f"{_count(standing.failed, 'failed run')}", class_="failed") if standing.failed else None
         name = tag("th", tag("div", rank, report.name(entry), failed, class_="ranked"), scope="row")
         rows.append(tag("tr", name, scores, class_="baseline" if entry == task.baseline else None))
     head: list[svg.Child] = ["Method", *map(_heading, metrics)]
@@ -724,8 +710,8 @@ def _compared(report: Report, standing: Standing, digits: int, metric: Metric, r
         return [_cell("n/a"), _cell("n/a")]
     picture = _forest(difference, reach, metric.better == "lower", report.style(standing.entry))
     symbol, word = MARKS[standing.verdict]
-    p = tag("small", _p_text(standing.p), class_="sd nowrap") if standing.p is not None else None
-    words = [tag("span", f"{symbol} {word}".strip(), class_=f"mark {standing.verdict}"), " ", p]
+    p = tag("small", f" {_p_text(standing.p)}", class_="sd") if standing.p is not None else None
+    words = [tag("span", f"{symbol} {word}".strip(), class_=f"mark {standing.verdict}"), p]
     return [_cell([picture, _difference_text(difference, digits)]), _cell(words)]
 
 
@@ -797,9 +783,7 @@ def _under_ranking(report: Report, task: Task) -> list[svg.Child]:
     if unequal := _differing([_common_settings(r) for r in task.results]):
         words.append(f"Caution: the methods were not run with the same {_listing(unequal)}.")
     if failed := [s.entry.label for s in task.standings if s.failed]:
-        words.append(
-            f"{_listing(failed)}: runs without a finite score are left out, which flatters the mean."
-        )
+        words.append(f"{_listing(failed)}: runs without a finite score are left out, which flatters the mean.")
     if absent := [e.label for e in report.entries if e not in task.groups]:
         words.append(f"No result on this task: {_listing(absent)}.")
     return [" ".join(words)]
@@ -905,16 +889,12 @@ def _coverage(report: Report, task: Task) -> Html | None:
         for x, y in zip(levels[1:-1], coverage[1:-1], strict=False):
             plot.point(x, y, radius=1.8)
         share = _aside(task, entry, "coverage", "coverage_90")
-        panels.append(
-            _panel(report, entry, plot.render(f"Interval coverage of {entry.label} on {task.name}"), share)
-        )
+        panels.append(_panel(report, entry, plot.render(f"Interval coverage of {entry.label} on {task.name}"), share))
     caption = (
         "An interval that states 90 % should hold 90 % of the true values: then the curve lies on the dashed "
         "line. Below it the intervals are too narrow (too sure), above it too wide. "
     )
-    return _figure(
-        "Do intervals hold what they state?", [panels], caption + task.seed_note("coverage"), "small"
-    )
+    return _figure("Do intervals hold what they state?", [panels], caption + task.seed_note("coverage"), "small")
 
 
 def _diagonal(x_label: str, y_label: str) -> Plot:
@@ -945,18 +925,14 @@ def _entropy(report: Report, task: Task) -> Html | None:
         plot = Plot(x, y, 190, 150, "entropy, nats", "share")
         for i, name in enumerate(names):
             plot.histogram(edges[entry], sets[name], _set_style(i), closed=i == 0)
-        panels.append(
-            _panel(report, entry, plot.render(f"Entropy of {entry.label} on {_listing(names)}, {task.name}"))
-        )
+        panels.append(_panel(report, entry, plot.render(f"Entropy of {entry.label} on {_listing(names)}, {task.name}")))
     key = [_key_item(name, _set_style(i), LINE if i else BOX) for i, name in enumerate(names)]
     caption = (
         f"How unsure the method is on familiar inputs ({names[0]}, filled) and on inputs unlike the training "
         "data (lines): the further right of the filled area the lines lie, the better it notices what it "
         "does not know. All panels share their axes; a share is a fraction of its set. "
     )
-    return _figure(
-        "Does it know what it does not know?", [panels], caption + task.seed_note("entropy"), "small", key
-    )
+    return _figure("Does it know what it does not know?", [panels], caption + task.seed_note("entropy"), "small", key)
 
 
 def _shares(counts: object) -> list[float]:
@@ -1076,9 +1052,7 @@ def _picture(example: Mapping[str, Any]) -> Html | None:
 
 
 def _cost(report: Report, task: Task) -> list[Html]:
-    fit, predict, parameters, memory = map(
-        task.costs, ("fit_seconds", "predict_ms", "parameters", "peak_mib")
-    )
+    fit, predict, parameters, memory = map(task.costs, ("fit_seconds", "predict_ms", "parameters", "peak_mib"))
     rows = []
     for entry in task.order:
         times = [_time(table, entry, task.baseline) for table in (fit, predict)]
@@ -1092,9 +1066,7 @@ def _cost(report: Report, task: Task) -> list[Html]:
     ]
     if not all(plots):
         return [tag("h3", "What does it cost?"), table]
-    side = {"higher": ", best is upper left", "lower": ", best is lower left", "none": ""}[
-        task.primary.better
-    ]
+    side = {"higher": ", best is upper left", "lower": ", best is lower left", "none": ""}[task.primary.better]
     caption = f"Quality ({task.quality}) against price on a logarithmic axis{side}. {_spread([task])}"
     return [_figure("What does it cost?", [[p for p in plots if p]], caption, "pair"), table]
 
@@ -1199,7 +1171,7 @@ a{color:var(--link);text-decoration-thickness:1px;text-underline-offset:.18em}
 :focus-visible{outline:2px solid var(--link);outline-offset:2px}
 small{font-size:.82em}
 strong,b{font-weight:700}
-dd{margin:0}
+dd{margin:0;min-width:0;overflow-wrap:anywhere}
 section{margin-top:3rem;padding-top:2.25rem;border-top:1px solid var(--line)}
 #summary{margin-top:1.75rem}
 .eyebrow{color:var(--muted);font-size:.85rem;letter-spacing:.04em;margin:0}
@@ -1234,10 +1206,12 @@ td.n{white-space:nowrap}
 .sd,.variant,.help,.times{color:var(--muted)}
 .variant,.help,.failed,.times{display:block;font-weight:400}
 .help{max-width:24rem;line-height:1.35}
+.full tbody th{min-width:10rem}
 .failed{color:var(--bad);white-space:normal}
 .words{min-width:17rem}
 .nowrap{white-space:nowrap}
-.entry{display:inline-flex;gap:.45rem;align-items:baseline}
+.entry{display:inline-flex;gap:.45rem;align-items:baseline;min-width:0}
+.entry>span{min-width:0}
 .names .entry{display:flex}
 .swatch{width:.7em;height:.7em;flex:none}
 .ranked{display:grid;grid-template-columns:1.3rem auto;align-items:baseline;justify-content:start}
@@ -1260,7 +1234,7 @@ figcaption{margin-top:.7rem}
 .panels.pair{grid-template-columns:repeat(auto-fit,minmax(min(100%,310px),1fr))}
 .panels.wide .panel,.panels.pair .panel,.panels.series .panel{max-width:520px}
 .panel{min-width:0}
-.panel-name{display:flex;flex-wrap:wrap;justify-content:space-between;align-items:baseline;gap:0 .6rem;
+.panel-name{overflow-wrap:anywhere;display:flex;flex-wrap:wrap;justify-content:space-between;align-items:baseline;gap:0 .6rem;
 margin:0 0 .3rem;font-size:.86rem}
 .panel-name small{color:var(--muted);font-variant-numeric:tabular-nums}
 .panel-name .variant{display:inline;margin-left:.4em}
@@ -1270,7 +1244,7 @@ margin:0 0 .3rem;font-size:.86rem}
 .thumbs p{margin:.3rem 0 .2rem;font-size:.8rem;color:var(--muted)}
 .thumbs ul{display:grid;grid-template-columns:repeat(8,minmax(0,1fr));gap:.4rem;list-style:none;padding:0;
 margin:0 0 .5rem;max-width:27rem}
-.thumbs li{font-size:.74rem;white-space:nowrap;line-height:1.25;display:flex;flex-direction:column}
+.thumbs li{min-width:0;overflow-wrap:anywhere;font-size:.74rem;line-height:1.25;display:flex;flex-direction:column}
 .thumbs img{width:100%;height:auto;aspect-ratio:1;image-rendering:pixelated;border-radius:2px}
 .thumbs b{color:var(--bad)}
 .thumbs small{color:var(--muted)}

@@ -111,7 +111,10 @@ def expand(patterns: Sequence[str], known: Mapping[str, Any], kind: str) -> list
 
 
 def plan(
-    tasks: Sequence[str], methods: Sequence[str], seeds: Sequence[int], settings: Mapping[str, Any] | None = None
+    tasks: Sequence[str],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    settings: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
     """All cells of a comparison, every setting checked before anything runs."""
     overrides = Overrides.of(settings or {})
@@ -188,6 +191,7 @@ class CellWork:
     options: Options
 
     def __call__(self, cell: Cell, reporter: Reporter) -> str | None:
+        """Run the cell and put its result, or its error, on disk."""
         try:
             result = run_cell(cell, self.options, _Named(reporter, str(cell)))
         except Exception as error:
@@ -248,8 +252,8 @@ class _Asker:
 
     def __call__(self, inputs: Tensor) -> Predictive:
         start = time.perf_counter()
-        how = {"strategy": self.options.strategy, "workers": self.options.workers}
-        predictive = self.posterior.predict(inputs, **how)
+        options = self.options
+        predictive = self.posterior.predict(inputs, strategy=options.strategy, workers=options.workers)
         self.seconds += time.perf_counter() - start
         self.examples += len(inputs)
         return predictive

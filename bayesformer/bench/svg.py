@@ -329,8 +329,8 @@ def marker(x: float, y: float, radius: float, shape: int = 0) -> str:
     r = radius
     match shape % 5:
         case 0:
-            arc = f"a{r:.2g} {r:.2g} 0 1 0"
-            return f"M{short(x - r)} {short(y)}{arc} {2 * r:.3g} 0{arc} {-2 * r:.3g} 0"
+            arc = f"a{short(r)} {short(r)} 0 1 0"
+            return f"M{short(x - r)} {short(y)}{arc} {short(2 * r)} 0{arc} {short(-2 * r)} 0"
         case 1:
             half = r * math.sqrt(math.pi) / 2
             corners = [(-half, -half), (half, -half), (half, half), (-half, half)]

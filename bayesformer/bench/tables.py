@@ -31,8 +31,8 @@ def print_tables(results: Sequence[dict[str, Any]]) -> None:
             table.add_column(describe(name).label, justify="right")
         table.add_column("train s", justify="right")
         table.add_column("predict ms", justify="right")
-        sign = -1 if describe(primary).better == "higher" else 1
-        for method in sorted(methods, key=lambda m, s=sign, ms=methods: s * _mean(_values(ms[m], primary))):
+        quality = {method: _mean(_values(cells, primary)) for method, cells in methods.items()}
+        for method in sorted(methods, key=quality.__getitem__, reverse=describe(primary).better == "higher"):
             cells = [_spread(_values(methods[method], name)) for name in shown]
             seconds = _mean([r["cost"]["fit_seconds"] for r in methods[method]])
             milliseconds = _mean([r["cost"]["predict_ms"] for r in methods[method]])

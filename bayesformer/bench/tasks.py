@@ -114,11 +114,13 @@ class ToySeries:
 
     def load(self) -> TaskData:
         """Three independent sets of sequences."""
-        parts = [
-            toy.generate(self.process, count, generator(self.data_seed, self.series, name), self.length)
-            for name, count in [("train", self.train), ("validation", self.validation), ("test", self.test)]
-        ]
-        return TaskData(*parts, probes={})
+
+        def part(name: str, count: int) -> Data:
+            return toy.generate(self.process, count, generator(self.data_seed, self.series, name), self.length)
+
+        return TaskData(
+            part("train", self.train), part("validation", self.validation), part("test", self.test), probes={}
+        )
 
     def model(self) -> nn.Module:
         """A causal transformer that predicts the mean and scale of the next value."""
@@ -218,9 +220,7 @@ def describe(name: str) -> str:
     return (type(task).__doc__ or "").split("\n", 1)[0]
 
 
-def classification_evaluation(
-    predictive: Predictive, test: Data, outsiders: Mapping[str, Predictive]
-) -> Evaluation:
+def classification_evaluation(predictive: Predictive, test: Data, outsiders: Mapping[str, Predictive]) -> Evaluation:
     """Everything a classifier is judged by, with outsiders detected by total and by epistemic uncertainty."""
     assert isinstance(predictive, CategoricalPredictive)
     metrics = evaluate.classification(predictive, test.targets, test.mask)
@@ -249,13 +249,14 @@ def _entropies(sets: Mapping[str, Predictive], bins: int = 30) -> dict[str, Any]
 
 
 def _examples(predictive: CategoricalPredictive, test: Data, count: int = 8) -> dict[str, Any]:
-    assert isinstance(test.inputs, Tensor)
+    images = test.inputs
+    assert isinstance(images, Tensor)
     order = predictive.total.argsort()
 
     def show(index: Tensor) -> list[dict[str, Any]]:
         return [
             {
-                "image": _rounded(test.inputs[i, 0]),  # type: ignore[index]
+                "image": _rounded(images[i, 0]),
                 "label": int(test.targets[i]),
                 "predicted": int(predictive.labels[i]),
                 "entropy": round(float(predictive.total[i]), 4),

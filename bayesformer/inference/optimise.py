@@ -45,7 +45,13 @@ def build(
     """
     schedule = lr if callable(lr) else constant(lr)
     bound = partial(
-        update, log_joint=log_joint, schedule=schedule, betas=betas, eps=eps, weight_decay=weight_decay, clip=clip
+        update,
+        log_joint=log_joint,
+        schedule=schedule,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        clip=clip,
     )
     return Transform(init, bound)
 

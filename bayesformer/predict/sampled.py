@@ -85,7 +85,7 @@ class PredictTask:
     def signature(self) -> str:
         """Model, batch and number of batches."""
         shapes = [(min(len(t), self.batch_size), *t.shape[1:]) for t in tensors_of(self.inputs)]
-        text = f"{self.model.layout}{shapes}{self.units}{self.noisy}{type(self.model.module)}{self.device}"
+        text = f"{self.model.layout}{shapes}{self.units}{self.noisy}{self.model.module}{self.device}"
         return "predict " + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def why_not_batched(self) -> str | None:

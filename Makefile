@@ -1,0 +1,49 @@
+# Two commands: `make demo` and `make test`. Each sets up its own .venv first.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint types imports unit bench clean help
+
+help:
+	@echo "make demo   train the first methods on small data and write demo/report.html (a few minutes)"
+	@echo "make test   lint, types, import direction and tests"
+	@echo "make bench  speed, as ratios; writes bench.json"
+	@echo "make clean  remove the environment and everything generated"
+
+# torch comes first and alone: the constraints pin the CPU build before anything can ask for another.
+$(VENV)/.core: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.core
+	$(BIN)/bayesformer demo --output demo
+
+test: lint types imports unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check bayesformer tests benchmarks
+	$(BIN)/ruff format --check bayesformer tests benchmarks
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.dev
+	$(BIN)/pytest -n 2
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info demo bench.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
