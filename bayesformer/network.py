@@ -37,7 +37,12 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module) -> Layout:
         """The layout of a model's parameters that require a gradient."""
-        named = trainable(model)
+        return cls.among(dict(model.named_parameters()))
+
+    @classmethod
+    def among(cls, parameters: Mapping[str, nn.Parameter]) -> Layout:
+        """The same from the named parameters."""
+        named = _trainable(parameters)
         kinds = {(p.dtype, p.device) for p in named.values()}
         if len(kinds) > 1:
             raise ValueError(f"trainable parameters must share one dtype and device; got {sorted(map(str, kinds))}.")
@@ -66,7 +71,11 @@ class Layout:
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that require a gradient, by name."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return _trainable(dict(model.named_parameters()))
+
+
+def _trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    named = {name: p for name, p in parameters.items() if p.requires_grad}
     if not named:
         raise ValueError("model must have at least one parameter with requires_grad=True; it has none.")
     return named

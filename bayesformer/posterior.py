@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +20,7 @@ from bayesformer.network import FlatModel, Layout
 from bayesformer.predict.sampled import PredictTask, sampled_outputs
 from bayesformer.predictive import Predictive
 from bayesformer.progress import Reporter
-from bayesformer.storage import read_json, read_tensors, write_json, write_tensors
+from bayesformer.storage import checksum, read_json, read_tensors, write_json, write_tensors
 from bayesformer.types import Draws, Inputs, Outputs, Params
 from bayesformer.version import __version__
 
@@ -45,6 +43,7 @@ class Posterior:
     noisy_draws: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     """what is known of its making: method and settings, data fingerprint, N, history"""
+    known_layout: Layout | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         size = self.layout.size
@@ -54,7 +53,7 @@ class Posterior:
     @cached_property
     def layout(self) -> Layout:
         """Where each parameter lies in a row of theta."""
-        return Layout.of(self.model)
+        return self.known_layout or Layout.of(self.model)
 
     @cached_property
     def _network(self) -> FlatModel:
@@ -106,7 +105,7 @@ class Posterior:
         """Write `posterior.safetensors` and `posterior.json` to a folder."""
         folder = Path(folder)
         tensors = {"theta": self.theta, **{f"buffer.{k}": v for k, v in self.buffers.items()}}
-        content = write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
+        write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
         facts = {
             "format": FORMAT,
             "bayesformer": __version__,
@@ -115,8 +114,8 @@ class Posterior:
             "noisy_draws": self.noisy_draws,
             "names": list(self.layout.names),
             "shapes": [list(shape) for shape in self.layout.shapes],
-            "frozen": frozen_fingerprint(self.model),
-            "sha256": hashlib.sha256(content).hexdigest(),
+            "frozen": frozen_fingerprint(dict(self.model.named_parameters())),
+            "checksum": checksum(tensors),
             "facts": dict(self.facts),
         }
         # Last: a folder without it is a save that did not finish.
@@ -127,27 +126,27 @@ class Posterior:
     def load(cls, folder: str | Path, model: nn.Module) -> Posterior:
         """A saved posterior over the weights of `model`, bit for bit as it was saved.
 
-        `model` gives the architecture and any frozen weights; its trainable weights are not used. A file that
-        is truncated, altered or was made for another model is refused.
+        `model` gives the architecture and any frozen weights; it is not changed and its trainable weights are
+        not used. A file that is truncated, altered or was made for another model is refused.
         """
         folder = Path(folder)
         saved = read_json(folder / FACTS, "posterior")
         if saved.get("format") != FORMAT:
             raise DamagedFileError(f"posterior {folder} must have format {FORMAT}; got {saved.get('format')!r}.")
         tensors, _ = read_tensors(folder / TENSORS, "posterior")
-        digest = hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest()
-        if digest != saved.get("sha256"):
+        if checksum(tensors) != saved.get("checksum"):
             raise DamagedFileError(f"posterior {folder / TENSORS} was altered: its checksum differs.")
-        _check_same_model(saved, model, folder)
+        layout = _check_same_model(saved, model, folder)
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
-        device = next(model.parameters()).device
+        device = next(iter(model.parameters())).device
         return cls(
-            model=copy.deepcopy(model),
+            model=model,
             likelihood=likelihoods.from_json(saved["likelihood"]),
             theta=tensors["theta"].to(device),
             buffers={name: value.to(device) for name, value in buffers.items()},
             noisy_draws=saved["noisy_draws"],
             facts=saved["facts"],
+            known_layout=layout,
         )
 
     @staticmethod
@@ -157,18 +156,14 @@ class Posterior:
             raise ValueError(f"draws must be {limit}; got {count}.")
 
 
-def frozen_fingerprint(model: nn.Module) -> str:
+def frozen_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
     """A hash of the weights that are not trained: draws for one base model are wrong on another."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return checksum({name: p for name, p in parameters.items() if not p.requires_grad})
 
 
-def _check_same_model(saved: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
-    layout = Layout.of(model)
+def _check_same_model(saved: Mapping[str, Any], model: nn.Module, folder: Path) -> Layout:
+    parameters = dict(model.named_parameters())
+    layout = Layout.among(parameters)
     theirs = {name: tuple(shape) for name, shape in zip(saved["names"], saved["shapes"], strict=True)}
     ours = dict(zip(layout.names, layout.shapes, strict=True))
     for name in [*theirs, *ours]:
@@ -179,5 +174,6 @@ def _check_same_model(saved: Mapping[str, Any], model: nn.Module, folder: Path) 
             )
     if list(theirs) != list(ours):
         raise DamagedFileError(f"posterior {folder} belongs to another model: its parameters are in another order.")
-    if saved["frozen"] != frozen_fingerprint(model):
+    if saved["frozen"] != frozen_fingerprint(parameters):
         raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
+    return layout

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -52,22 +54,33 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
-    """Tensors with their facts in one file; returns the bytes written."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Tensors with their facts in one file."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    content = save(plain, metadata={FACTS: json.dumps(facts)})
-    write_atomically(path, content)
-    return content
+    write_atomically(path, save(plain, metadata={FACTS: json.dumps(facts)}))
 
 
 def read_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts, or an error naming the file and what is wrong with it."""
+    """Tensors and facts, or an error naming the file and what is wrong with it.
+
+    The tensors are copies: those of safetensors are the file itself, and would change or vanish with it.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
     return tensors, json.loads(metadata.get(FACTS, "{}"))
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names, shapes and every byte; XXH3, since it keeps up with the memory and SHA-256 does not."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

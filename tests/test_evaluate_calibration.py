@@ -31,8 +31,9 @@ def categorical(rows):
 
 
 def random_case(n=500, classes=4):
+    """Targets from the predictive: gaps of both signs, since gaps of one sign give the same ECE in any bins."""
     predictive = CategoricalPredictive((2 * torch.randn(3, n, classes).double()).log_softmax(-1))
-    return predictive, torch.randint(classes, (n,))
+    return predictive, predictive.probs.multinomial(1).squeeze(-1)
 
 
 def binary(confidence):
@@ -71,9 +72,7 @@ def test_classwise_ece_is_the_mean_of_binary_ones():
     """A class against the rest, by torchmetrics: for p of one class its binary error bins p itself."""
     predictive, targets = random_case()
     theirs = [
-        tm.binary_calibration_error(
-            predictive.probs[:, c].contiguous(), (targets == c).long(), n_bins=10, norm="l1"
-        )
+        tm.binary_calibration_error(predictive.probs[:, c].contiguous(), (targets == c).long(), n_bins=10, norm="l1")
         for c in range(4)
     ]
     assert ece_classwise(predictive, targets, 10) == pytest.approx(sum(theirs).item() / 4, rel=1e-4)
@@ -100,8 +99,7 @@ def test_ece_of_a_calibrated_predictive_has_its_exact_sampling_size():
     """n_b answers, right with probability p_b as they say: N E[ECE] = Σ_b E|Binomial(n_b, p_b) - n_b p_b|."""
     sizes, confidences = (40, 25, 60), (0.55, 0.7, 0.9)
     expected = sum(
-        stats.binom(n, p).expect(lambda k, n=n, p=p: abs(k - n * p))
-        for n, p in zip(sizes, confidences, strict=True)
+        stats.binom(n, p).expect(lambda k, n=n, p=p: abs(k - n * p)) for n, p in zip(sizes, confidences, strict=True)
     ) / sum(sizes)
     confidence = torch.tensor(confidences).repeat_interleave(torch.tensor(sizes))
     predictive = binary(confidence)
@@ -152,8 +150,7 @@ def test_ece_follows_from_the_diagram():
     predictive, targets = random_case()
     diagram = reliability(predictive, targets, bins=9)
     gap = sum(
-        n * abs(c - a)
-        for c, a, n in zip(diagram["confidence"], diagram["accuracy"], diagram["count"], strict=True)
+        n * abs(c - a) for c, a, n in zip(diagram["confidence"], diagram["accuracy"], diagram["count"], strict=True)
     )
     assert sum(diagram["count"]) == 500
     assert ece(predictive, targets, bins=9) == pytest.approx(gap / 500)

@@ -117,6 +117,11 @@ def test_stump_weighs_both_sets_alike_in_the_fit():
     assert stump_accuracy(negatives, positives) == pytest.approx((0.75 + 1) / 2)
 
 
+def test_stump_has_one_threshold():
+    """Positives lie between the negatives: one cut leaves half of those, two would leave none."""
+    assert stump_accuracy(torch.tensor([0.0, 0.0, 2.0, 2.0]).repeat(9), torch.ones(20)) == 0.75
+
+
 def test_stump_learns_the_direction_and_repeats_itself():
     low, high = overlapping()
     assert stump_accuracy(high, low) == stump_accuracy(low, high) > 0.6
@@ -134,9 +139,7 @@ def test_detection_is_the_four_scores():
 @pytest.mark.parametrize("score", [*ALL, detection])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_uncertainty_must_be_finite(score, wrong):
-    first, second = (
-        ("in_uncertainty", "out_uncertainty") if score is detection else ("negatives", "positives")
-    )
+    first, second = ("in_uncertainty", "out_uncertainty") if score is detection else ("negatives", "positives")
     good, bad = torch.zeros(3), torch.tensor([1.0, wrong, 2.0])
     with pytest.raises(ValueError, match=rf"^{first} must be finite; got {wrong} \(1 of 3\)"):
         score(bad, good)

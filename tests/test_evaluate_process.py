@@ -45,9 +45,7 @@ def test_a_perfect_model_has_twice_the_variance_of_the_process():
 
 def test_process_scores_refuse_what_does_not_fit():
     good = torch.ones(1, 1)
-    with pytest.raises(
-        ValueError, match=r"process_mean must have the shape of predictive.mean, \(1, 1\); got"
-    ):
+    with pytest.raises(ValueError, match=r"process_mean must have the shape of predictive.mean, \(1, 1\); got"):
         process_mse(one_question(), torch.ones(1), good)
     for score in (lambda v: process_mse(one_question(), good, v), lambda v: variance_mse(one_question(), v)):
         with pytest.raises(ValueError, match=r"process_variance must have the shape of predictive\.mean"):
@@ -86,9 +84,7 @@ def test_z_of_a_model_as_good_as_the_oracle_is_standard_normal():
 
 
 def test_a_leak_is_called_a_leak():
-    with pytest.raises(
-        OracleBeatenError, match=r"m1/dirichlet scores 4\.5 nats .* 4\.5 standard errors of 1 "
-    ):
+    with pytest.raises(OracleBeatenError, match=r"m1/dirichlet scores 4\.5 nats .* 4\.5 standard errors of 1 "):
         check_not_above(Gap(4.5, 1.0, 4.5), label="m1/dirichlet")
     check_not_above(Gap(3.9, 1.0, 3.9))
     check_not_above(Gap(-50.0, 1.0, -50.0))
@@ -119,9 +115,7 @@ def test_a_constant_advantage_has_no_error_and_is_a_leak():
 
 def test_gap_refuses_what_does_not_fit():
     good = torch.zeros(3)
-    with pytest.raises(
-        ValueError, match=r"oracle_log_likelihood must have the shape of log_likelihood, \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"oracle_log_likelihood must have the shape of log_likelihood, \(3,\)"):
         oracle_gap(good, torch.zeros(1))
     with pytest.raises(ValueError, match=r"^log_likelihood must have one dimension; got shape \(3, 2\)"):
         oracle_gap(torch.zeros(3, 2), torch.zeros(3, 2))

@@ -32,18 +32,14 @@ def random_gaussian(draws=4, shape=(6,), width=1):
     )
 
 
-TWO = categorical(
-    [[0.5, 0.5, 0.0], [0.2, 0.2, 0.6]], [[0.1, 0.9, 0.0], [0.4, 0.4, 0.2]]
-)  # mean .3 .7 0; .3 .3 .4
+TWO = categorical([[0.5, 0.5, 0.0], [0.2, 0.2, 0.6]], [[0.1, 0.9, 0.0], [0.4, 0.4, 0.2]])  # mean .3 .7 0; .3 .3 .4
 
 
 # log-likelihood
 
 
 def test_log_likelihood_averages_probabilities_not_logs():
-    torch.testing.assert_close(
-        log_likelihood(TWO, torch.tensor([1, 2])), torch.tensor([0.7, 0.4]).double().log()
-    )
+    torch.testing.assert_close(log_likelihood(TWO, torch.tensor([1, 2])), torch.tensor([0.7, 0.4]).double().log())
 
 
 def test_log_likelihood_equals_log_loss_of_scikit_learn():
@@ -57,9 +53,7 @@ def test_log_likelihood_sums_counted_positions_and_never_sees_padding(pad):
     predictive, targets = random_categorical(shape=(3, 5)), torch.randint(4, (3, 5))
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
     positions = predictive.log_prob(targets)
-    expected = torch.stack(
-        [positions[0].sum(), positions[1, 0] + positions[1, 2], torch.tensor(0.0).double()]
-    )
+    expected = torch.stack([positions[0].sum(), positions[1, 0] + positions[1, 2], torch.tensor(0.0).double()])
     torch.testing.assert_close(log_likelihood(predictive, targets.masked_fill(~mask, pad), mask), expected)
     torch.testing.assert_close(log_likelihood(predictive, targets), positions.sum(1))
 
@@ -130,9 +124,7 @@ def test_f1_on_paper_leaves_out_classes_that_never_occur():
 def test_brier_on_paper_and_against_scikit_learn():
     assert brier(TWO, torch.tensor([1, 2])) == pytest.approx(((0.09 + 0.09) + (0.09 + 0.09 + 0.36)) / 2)
     predictive, targets = random_categorical(), torch.randint(4, (200,))
-    theirs = sk.brier_score_loss(
-        targets, predictive.probs.numpy(), labels=list(range(4)), scale_by_half=False
-    )
+    theirs = sk.brier_score_loss(targets, predictive.probs.numpy(), labels=list(range(4)), scale_by_half=False)
     assert brier(predictive, targets) == pytest.approx(theirs, rel=1e-5)
 
 

@@ -37,9 +37,7 @@ def test_the_order_of_the_losses_is_the_best_of_all_orders():
 
 def test_ties_are_the_mean_over_their_orders():
     uncertainty, loss = torch.tensor([1, 0, 1, 1, 2]), torch.tensor([0.0, 0.2, 1.0, 0.5, 0.3])
-    broken = [
-        aurc(uncertainty + torch.tensor(noise) / 10, loss) for noise in itertools.permutations(range(5))
-    ]
+    broken = [aurc(uncertainty + torch.tensor(noise) / 10, loss) for noise in itertools.permutations(range(5))]
     assert aurc(uncertainty, loss) == pytest.approx(sum(broken) / len(broken))
 
 
@@ -102,6 +100,14 @@ def test_pavpu_equals_a_loop_of_welch_tests(threshold):
         test = stats.ttest_ind(draws[:, first], draws[:, second], equal_var=False)
         agree += (test.pvalue < threshold) == (first == targets[n]).item()
     assert pavpu(predictive, targets, threshold) == pytest.approx(agree / 200)
+
+
+def test_unequal_variances_cost_degrees_of_freedom():
+    """.5 always against .1 .2 .3: t = .3 √3 / .1 = 5.2 has p = .035 by Welch (2 degrees), .007 if pooled (4)."""
+    rows = [[0.5, 0.1, 0.2, 0.2], [0.5, 0.2, 0.15, 0.15], [0.5, 0.3, 0.1, 0.1]]
+    predictive = predictive_of(rows).log_probs[:, None]
+    assert pavpu(CategoricalPredictive(predictive), torch.tensor([0]), threshold=0.02) == 0.0
+    assert pavpu(CategoricalPredictive(predictive), torch.tensor([0]), threshold=0.04) == 1.0
 
 
 def test_of_equal_classes_the_test_is_certain_as_often_as_its_threshold():

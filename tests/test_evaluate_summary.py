@@ -38,9 +38,10 @@ def tokens(draws=4, padding=-100):
 
 
 def steps():
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
-    predictive = GaussianPredictive(torch.randn(4, 2, 3, 2), torch.rand(4, 2, 3, 2) + 0.1)
-    return predictive, torch.randn(2, 3, 2).masked_fill(~mask[..., None], math.nan), mask
+    """Two series of 200 and 100 steps of 2 values, NaN where padded."""
+    mask = torch.arange(200) < torch.tensor([[200], [100]])
+    predictive = GaussianPredictive(torch.randn(4, 2, 200, 2), torch.rand(4, 2, 200, 2) + 0.1)
+    return predictive, 1.5 * torch.randn(2, 200, 2).masked_fill(~mask[..., None], math.nan), mask
 
 
 # catalogue
@@ -64,9 +65,7 @@ def test_describe_takes_a_probe():
     assert describe("fpr95/fashion/dark").label == "FPR at 95 % TPR (fashion/dark)"
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("aurok", "'aurok'"), ("aurok/noise", "'aurok'"), ("auroc/", "'auroc/'")]
-)
+@pytest.mark.parametrize(("name", "text"), [("aurok", "'aurok'"), ("aurok/noise", "'aurok'"), ("auroc/", "'auroc/'")])
 def test_describe_refuses_unknown_names(name, text):
     with pytest.raises(ValueError, match=f"unknown metric {text}. Did you mean 'auroc'"):
         describe(name)
@@ -124,9 +123,7 @@ def test_summaries_hold_python_floats_under_known_names(case):
 def test_without_a_mask_everything_counts():
     predictive, targets, _ = tokens(padding=0)
     everywhere = torch.ones(3, 5).bool()
-    assert classification(predictive, targets) == pytest.approx(
-        classification(predictive, targets, everywhere)
-    )
+    assert classification(predictive, targets) == pytest.approx(classification(predictive, targets, everywhere))
 
 
 def test_one_draw_has_no_pavpu_and_no_epistemic_part():

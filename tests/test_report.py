@@ -57,9 +57,7 @@ def _realistic(task, method, seed, rng):
     gain, toy = METHODS[method], task.startswith("toy")
     level = -31.0 + 1.2 * gain + 0.3 * seed + 0.1 * rng.normal()
     scores = (
-        {"crps": 0.41, "rmse": 0.77, "coverage_90": 0.85}
-        if toy
-        else {"accuracy": 0.9, "ece": 0.03, "auroc/noise": 0.9}
+        {"crps": 0.41, "rmse": 0.77, "coverage_90": 0.85} if toy else {"accuracy": 0.9, "ece": 0.03, "auroc/noise": 0.9}
     )
     return {
         **result(task, method, seed, level if toy else level / 100),
@@ -100,9 +98,7 @@ def _toy_figures(rng):
 def _class_figures(rng):
     confidence = np.linspace(0.2, 0.99, 12)
     edges = np.linspace(0, 2.3, 31)
-    counts = {
-        name: (1000 * np.exp(-edges[1:] * k)).astype(int).tolist() for name, k in (("test", 4), ("noise", 1))
-    }
+    counts = {name: (1000 * np.exp(-edges[1:] * k)).astype(int).tolist() for name, k in (("test", 4), ("noise", 1))}
     grid = np.linspace(-1, 1, 28)
     blob = np.exp(-4 * (grid[:, None] ** 2 + (grid - rng.uniform(-0.5, 0.5)) ** 2)).round(3).tolist()
     image = {"image": blob, "label": 3, "predicted": 8, "entropy": 1.25}
@@ -187,15 +183,11 @@ def test_table_shows_mean_spread_difference_and_corrected_p(tmp_path):
     assert row["Verdict"] == f"≈ unclear p = {2 * test.pvalue:.2f}"  # Holm: twice the smaller of two
 
 
-@pytest.mark.parametrize(
-    ("metric", "order"), [("log_likelihood", ["a", "b", "mle"]), ("ece", ["mle", "b", "a"])]
-)
+@pytest.mark.parametrize(("metric", "order"), [("log_likelihood", ["a", "b", "mle"]), ("ece", ["mle", "b", "a"])])
 def test_rank_follows_the_direction_of_the_metric(metric, order, tmp_path):
     values = {"mle": (0.1,), "a": (0.3,), "b": (0.2,)}
     page = page_of(series("t", values, primary=metric), tmp_path)
-    assert [row["Method"] for row in page.table("methods ranked")] == [
-        f"{i}{m}" for i, m in enumerate(order, 1)
-    ]
+    assert [row["Method"] for row in page.table("methods ranked")] == [f"{i}{m}" for i, m in enumerate(order, 1)]
     assert f"{order[0]} ranks first" in page.text
 
 
@@ -213,8 +205,7 @@ def test_significance_is_said_in_words_and_signs(tmp_path):
     assert table["down"]["Verdict"].startswith("▼ worse")
     assert "On 1 of 1 task the top-ranked method is significantly better than the MLE." in page.text
     assert (
-        "2 tested comparisons of a method with the MLE: 1 significantly better ▲, 1 significantly worse ▼"
-        in page.text
+        "2 tested comparisons of a method with the MLE: 1 significantly better ▲, 1 significantly worse ▼" in page.text
     )
 
 
@@ -281,13 +272,9 @@ def test_a_metric_that_the_catalogue_does_not_know_ranks_nobody(tmp_path):
 
 
 def test_oracle_gap_with_its_standard_error(tmp_path):
-    oracles = [
-        {"log_likelihood": -5.0, "gap": gap, "gap_se": error} for gap, error in ((-0.5, 0.2), (-0.7, 0.4))
-    ]
+    oracles = [{"log_likelihood": -5.0, "gap": gap, "gap_se": error} for gap, error in ((-0.5, 0.2), (-0.7, 0.4))]
     results = [result(seed=i, value=-5.5, oracle=o) for i, o in enumerate(oracles)]
-    results.append(
-        result(method="leak", value=-4.0, oracle={"log_likelihood": -5.0, "gap": 1.0, "gap_se": 0.1})
-    )
+    results.append(result(method="leak", value=-4.0, oracle={"log_likelihood": -5.0, "gap": 1.0, "gap_se": 0.1}))
     table = ranking(page_of(results, tmp_path))
     assert table["mle"]["Gap to oracle, nats"] == "−0.60 ± 0.30"  # seeds share sequences: errors are averaged
     assert "check for a leak" in table["leak"]["Gap to oracle, nats"]
@@ -308,12 +295,8 @@ def test_runs_of_different_settings_are_never_averaged(tmp_path):
 
 
 def test_methods_trained_unequally_are_pointed_out(tmp_path):
-    results = [
-        result(method=m, value=1.0, settings={"training": {"epochs": n}}) for m, n in (("mle", 5), ("a", 50))
-    ]
-    assert (
-        "Caution: the methods were not run with the same training.epochs." in page_of(results, tmp_path).text
-    )
+    results = [result(method=m, value=1.0, settings={"training": {"epochs": n}}) for m, n in (("mle", 5), ("a", 50))]
+    assert "Caution: the methods were not run with the same training.epochs." in page_of(results, tmp_path).text
 
 
 def test_header_says_what_was_run(tmp_path):
@@ -364,9 +347,7 @@ def test_page_is_sound_offline_and_accessible(tmp_path):
     attributes = [a for _, a in page.elements]
     ids = [a["id"] for a in attributes if "id" in a]
     assert len(ids) == len(set(ids))
-    for link in [
-        a[key] for a in attributes for key in ("href", "src", "xlink:href", "srcset", "data") if key in a
-    ]:
+    for link in [a[key] for a in attributes for key in ("href", "src", "xlink:href", "srcset", "data") if key in a]:
         assert link.startswith("data:image/png;base64,") or link[1:] in ids
     assert not {"link", "iframe", "object", "embed", "base", "form"} & {name for name, _ in page.elements}
     levels = [int(name[1]) for name, _ in page.elements if re.fullmatch(r"h\d", name)]
@@ -561,9 +542,7 @@ def test_colours_stay_apart_with_any_colour_vision(theme):
 def test_colours_stand_out_from_the_ground(theme, ground):
     behind = svg.THEME[ground][theme]
     assert all(contrast(pair[theme], behind) >= 3 for pair in svg.PALETTE)
-    assert all(
-        contrast(svg.THEME[name][theme], behind) >= 4.5 for name in ("ink", "muted", "link", "good", "bad")
-    )
+    assert all(contrast(svg.THEME[name][theme], behind) >= 4.5 for name in ("ink", "muted", "link", "good", "bad"))
 
 
 # ── In a browser ─────────────────────────────────────────────────────────────────────────────────────────
@@ -604,9 +583,7 @@ class Browser:
         try:
             pages = self.call("Target.getTargets")["targetInfos"]
             target = next(p["targetId"] for p in pages if p["type"] == "page")
-            self.session = {
-                "sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-            }
+            self.session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         except BaseException:
             self.__exit__()
             raise
@@ -691,9 +668,7 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(tmp_path):
             browser.show(page, width, theme)
             assert browser.js("innerWidth") == width
             assert browser.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-            assert browser.js("getComputedStyle(document.body).backgroundColor") == css(
-                svg.THEME["bg"], theme
-            )
+            assert browser.js("getComputedStyle(document.body).backgroundColor") == css(svg.THEME["bg"], theme)
             browser.screenshot(tmp_path / f"{width}-{theme}.png")
             assert shades(tmp_path / f"{width}-{theme}.png") > 60
         # On the phone a wide table scrolls in its own frame, its first column staying where it is.

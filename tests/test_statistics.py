@@ -135,9 +135,7 @@ def test_standings_order_ties_by_name_and_failures_last():
     assert table[3].summary is None
 
 
-@pytest.mark.parametrize(
-    ("direction", "first", "verdict"), [("higher", "good", "better"), ("lower", "mle", "worse")]
-)
+@pytest.mark.parametrize(("direction", "first", "verdict"), [("higher", "good", "better"), ("lower", "mle", "worse")])
 def test_verdicts_follow_the_direction(direction, first, verdict):
     results = [*runs("mle", 1.0, 1.1, 1.2, 0.9), *runs("good", 2.0, 2.11, 2.19, 1.9)]
     table = {s.entry.method: s for s in standings(results, "log_likelihood", direction)}

@@ -629,6 +629,9 @@ def _heading(metric: Metric) -> Html:
 
 
 def _difference_text(difference: Difference, digits: int) -> list[svg.Child]:
+    """The difference and its interval, with enough decimals that a small one is not written as zero."""
+    if difference.mean:
+        digits = min(max(digits, -_exponent(abs(difference.mean))), 6)
     interval = tag("small", _interval(difference, digits), class_="sd nowrap")
     return [_fixed(difference.mean, digits, True), " ", interval]
 
@@ -726,7 +729,10 @@ def _reach(table: Sequence[Standing]) -> float:
 def _forest(difference: Difference, reach: float, lower_is_better: bool, style: str) -> Html:
     """Interval around a difference, better to the right; an interval cut at the edge ends in an arrow."""
     width, sign = 108.0, -1 if lower_is_better else 1
-    at = lambda value: (1 + sign * value / reach) * width / 2  # noqa: E731
+
+    def at(value: float) -> float:
+        return (1 + sign * value / reach) * width / 2
+
     marks = [tag("path", class_="axis", d=f"M{svg.short(width / 2)} 0v14")]
     if difference.low is not None and difference.high is not None:
         left, right = sorted((at(difference.low), at(difference.high)))
@@ -1000,7 +1006,10 @@ def _band_scale(series: Sequence[Mapping[str, Any]]) -> Scale:
 def _band_plot(series: Mapping[str, Any], y: Scale, title: str) -> Html:
     time = _floats(series.get("time"))
     plot = Plot(Scale.over(time, pad=0.01), y, 240, 170, "time", clip=True)
-    get = lambda key: _floats(series.get(key))  # noqa: E731
+
+    def get(key: str) -> list[float]:
+        return _floats(series.get(key))
+
     plot.band(time, get("low"), get("high"), "soft")
     plot.band(time, get("aleatoric_low"), get("aleatoric_high"), "softer")
     for key in ("oracle_low", "oracle_high"):
@@ -1212,9 +1221,10 @@ td.n{white-space:nowrap}
 .nowrap{white-space:nowrap}
 .entry{display:inline-flex;gap:.45rem;align-items:baseline;min-width:0}
 .entry>span{min-width:0}
+th .entry,td .entry,th .entry>span,td .entry>span{min-width:auto}
 .names .entry{display:flex}
 .swatch{width:.7em;height:.7em;flex:none}
-.ranked{display:grid;grid-template-columns:1.3rem auto;align-items:baseline;justify-content:start}
+.ranked{display:grid;grid-template-columns:1.55rem auto;align-items:baseline;justify-content:start}
 .ranked .failed{grid-column:2}
 .rank{color:var(--muted)}
 .ranking .baseline>*{background:var(--panel)}
@@ -1226,16 +1236,16 @@ td.n{white-space:nowrap}
 figure{margin:2.6rem 0 0}
 figcaption{margin-top:.7rem}
 .panels{display:grid;gap:1.2rem 1.8rem}
-.panels.small{grid-template-columns:repeat(auto-fit,minmax(158px,1fr))}
-.panels.small .panel{max-width:250px}
-.panels.series{grid-template-columns:repeat(auto-fill,minmax(min(100%,235px),1fr))}
+.panels.small{grid-template-columns:repeat(auto-fill,minmax(0,250px))}
+.panels.series{grid-template-columns:repeat(auto-fit,minmax(min(100%,235px),1fr))}
 .panels.series+.panels.series{margin-top:1.4rem}
 .panels.wide{grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr))}
 .panels.pair{grid-template-columns:repeat(auto-fit,minmax(min(100%,310px),1fr))}
-.panels.wide .panel,.panels.pair .panel,.panels.series .panel{max-width:520px}
+.panels.wide .panel,.panels.pair .panel{max-width:520px}
+.panels.series .panel{max-width:345px}
 .panel{min-width:0}
-.panel-name{overflow-wrap:anywhere;display:flex;flex-wrap:wrap;justify-content:space-between;align-items:baseline;gap:0 .6rem;
-margin:0 0 .3rem;font-size:.86rem}
+.panel-name{display:flex;flex-wrap:wrap;justify-content:space-between;align-items:baseline;gap:0 .6rem;
+margin:0 0 .3rem;font-size:.86rem;overflow-wrap:anywhere}
 .panel-name small{color:var(--muted);font-variant-numeric:tabular-nums}
 .panel-name .variant{display:inline;margin-left:.4em}
 .key{gap:.2rem 1.3rem;margin-bottom:.9rem;font-size:.84rem;color:var(--muted)}
@@ -1244,7 +1254,8 @@ margin:0 0 .3rem;font-size:.86rem}
 .thumbs p{margin:.3rem 0 .2rem;font-size:.8rem;color:var(--muted)}
 .thumbs ul{display:grid;grid-template-columns:repeat(8,minmax(0,1fr));gap:.4rem;list-style:none;padding:0;
 margin:0 0 .5rem;max-width:27rem}
-.thumbs li{min-width:0;overflow-wrap:anywhere;font-size:.74rem;line-height:1.25;display:flex;flex-direction:column}
+.thumbs li{gap:.05rem;min-width:0;overflow-wrap:anywhere;font-size:.74rem;line-height:1.25;display:flex;
+flex-direction:column}
 .thumbs img{width:100%;height:auto;aspect-ratio:1;image-rendering:pixelated;border-radius:2px}
 .thumbs b{color:var(--bad)}
 .thumbs small{color:var(--muted)}
@@ -1257,7 +1268,7 @@ header{padding-top:3.2rem}
 .methods>div{grid-template-columns:1fr;gap:.1rem}
 section{margin-top:2.5rem;padding-top:1.75rem}
 tbody th{max-width:42vw}
-.panels.small{gap:1rem .9rem}}
+.panels.small{gap:1rem .9rem;grid-template-columns:1fr 1fr}}
 @media print{#theme{display:none}figure,tr{break-inside:avoid}.scroll{overflow:visible}}
 @media (prefers-reduced-motion:reduce){html{scroll-behavior:auto}}
 """

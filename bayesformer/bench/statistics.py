@@ -174,8 +174,7 @@ def standings(results: Iterable[Result], metric: str, better: Better) -> list[St
     order = ranks({e: s.mean if s else None for e, s in summaries.items()}, better)
     baseline = baseline_of(groups)
     differences = {
-        e: paired_difference(v, values[baseline]) if baseline and e != baseline else None
-        for e, v in values.items()
+        e: paired_difference(v, values[baseline]) if baseline and e != baseline else None for e, v in values.items()
     }
     corrected = dict(zip(groups, holm([d.p if d else None for d in differences.values()]), strict=True))
     table = [

@@ -220,9 +220,7 @@ class Plot:
         if d:
             self.marks.append(tag("path", class_=class_, d=d))
 
-    def band(
-        self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], class_: str = "soft"
-    ) -> None:
+    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], class_: str = "soft") -> None:
         """The area between two curves, broken where either is missing."""
         pairs = [(self.at(x, a), self.at(x, b)) for x, a, b in zip(xs, lows, highs, strict=False)]
         d = ""

@@ -49,7 +49,7 @@ def ece_classwise(predictive: CategoricalPredictive, targets: Tensor, bins: int 
     probabilities are near 0 and so is this number: compare it only at equal C.
     """
     check_classes(predictive, targets)
-    probs = predictive.probs.detach().double().flatten(0, -2).contiguous()  # (N, C)
+    probs = predictive.probs.detach().double().flatten(0, -2)  # (N, C)
     classes = probs.shape[-1]
     truth = F.one_hot(targets.long().flatten(), classes)
     bin_of = torch.bucketize(probs, _even_edges(bins).to(probs.device))

@@ -42,9 +42,7 @@ _ALL = (
     Metric("brier", "Brier", "lower", "Squared distance of the probabilities to the one-hot truth, 0 to 2."),
     Metric("crps", "CRPS", "lower", "Squared distance of the predictive CDF to the truth, in target units."),
     Metric("rmse", "RMSE", "lower", "Root mean squared error of the predictive mean, in target units."),
-    Metric(
-        "coverage_90", "90 % coverage", "none", "Share of targets in the central 90 % interval: .9 is right."
-    ),
+    Metric("coverage_90", "90 % coverage", "none", "Share of targets in the central 90 % interval: .9 is right."),
     Metric("coverage_error_90", "90 % coverage error", "lower", "Distance of the 90 % coverage from .9."),
     Metric(
         "process_mse",
@@ -52,9 +50,7 @@ _ALL = (
         "lower",
         "Squared distance of a model sample to a sample of the true process; perfect is twice its variance.",
     ),
-    Metric(
-        "variance_mse", "Variance MSE", "lower", "Squared error of the variance against the true process."
-    ),
+    Metric("variance_mse", "Variance MSE", "lower", "Squared error of the variance against the true process."),
     Metric(
         "oracle_gap",
         "Gap to oracle, nats",
@@ -76,15 +72,9 @@ _ALL = (
         "higher",
         "Balanced held-out accuracy of one learnt threshold on the uncertainty; chance is .5.",
     ),
-    Metric(
-        "aurc", "AURC", "lower", "Error left when only the most certain are answered, over all coverages."
-    ),
-    Metric(
-        "pavpu", "PAvPU", "higher", "Share of answers that are right and certain, or wrong and uncertain."
-    ),
-    Metric(
-        "epistemic_share", "Epistemic share", "none", "Part of the uncertainty that more data could remove."
-    ),
+    Metric("aurc", "AURC", "lower", "Error left when only the most certain are answered, over all coverages."),
+    Metric("pavpu", "PAvPU", "higher", "Share of answers that are right and certain, or wrong and uncertain."),
+    Metric("epistemic_share", "Epistemic share", "none", "Part of the uncertainty that more data could remove."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}

@@ -44,8 +44,7 @@ def check_classes(predictive: CategoricalPredictive, targets: Tensor) -> None:
     classes, low, high = predictive.log_probs.shape[-1], int(targets.min()), int(targets.max())
     if low < 0 or high >= classes:
         raise ValueError(
-            f"targets must lie in 0..{classes - 1}; got {low}..{high}. "
-            "Drop padding first: predictive.select(mask)."
+            f"targets must lie in 0..{classes - 1}; got {low}..{high}. Drop padding first: predictive.select(mask)."
         )
 
 
@@ -102,9 +101,7 @@ def check_vector(name: str, values: Tensor, least: int = 1) -> None:
 def check_same_shape(name: str, values: Tensor, other: str, reference: Tensor) -> None:
     """Refuse two tensors that would silently broadcast."""
     if values.shape != reference.shape:
-        raise ValueError(
-            f"{name} must have the shape of {other}, {tuple(reference.shape)}; got {tuple(values.shape)}."
-        )
+        raise ValueError(f"{name} must have the shape of {other}, {tuple(reference.shape)}; got {tuple(values.shape)}.")
 
 
 def check_finite(name: str, values: Tensor) -> None:
@@ -123,8 +120,7 @@ def check_fraction(name: str, value: float) -> None:
 def _check_questions(draws: Tensor, name: str) -> None:
     if draws.dim() < 3 or draws.numel() == 0:
         raise ValueError(
-            f"{name} must hold at least one draw of one question, (L, B, ..., K); "
-            f"got shape {tuple(draws.shape)}."
+            f"{name} must hold at least one draw of one question, (L, B, ..., K); got shape {tuple(draws.shape)}."
         )
 
 

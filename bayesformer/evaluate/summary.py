@@ -35,9 +35,7 @@ def classification(
     return scores
 
 
-def regression(
-    predictive: GaussianPredictive, targets: Tensor, mask: Tensor | None = None
-) -> dict[str, float]:
+def regression(predictive: GaussianPredictive, targets: Tensor, mask: Tensor | None = None) -> dict[str, float]:
     """All scores of Gaussian mixtures; AURC ranks by total variance and counts squared errors."""
     scores = {"log_likelihood": mean_log_likelihood(predictive, targets, mask)}
     counted, answers = _counted(predictive, targets, mask)

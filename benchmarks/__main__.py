@@ -1,0 +1,35 @@
+"""`python -m benchmarks [name ...]`: all comparisons, or those whose name contains one of the words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks import foundation
+from benchmarks.harness import measure, report
+
+
+def main() -> None:
+    """Measure, print a line per ratio, write bench.json."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("words", nargs="*", help="only comparisons whose name contains one of these")
+    parser.add_argument("--output", type=Path, default=Path("bench.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    ratios = []
+    print(f"{'name':<58}   ratio  [p10, p90]  budget")
+    for module in (foundation,):
+        for comparison in module.comparisons():
+            if arguments.words and not any(word in comparison.name for word in arguments.words):
+                continue
+            ratios.append(measure(comparison))
+            print(ratios[-1], flush=True)
+    report(ratios, arguments.output)
+    over = [ratio.name for ratio in ratios if not ratio.ok]
+    print(f"{len(ratios) - len(over)} of {len(ratios)} within budget; wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
