@@ -8,12 +8,13 @@ one CPU thread batching often loses (it leaves the cache), on a GPU and for very
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ Strategy: TypeAlias = Literal["auto", "looped", "batched", "processes"]
 STRATEGIES = ("auto", "looped", "batched", "processes")
 
 WORKER_START_SECONDS = 5.0  # a fresh interpreter importing torch
-TRIALS = 3
+TRIALS = 5
+MARGIN = 1.1  # leave the loop only for a gain that is more than noise
 CHUNK = 10  # members per vmapped pass: more leave the cache, fewer do not fill a device
 
 _in_worker = False  # set in worker processes, which never start workers of their own
@@ -139,16 +141,34 @@ def choose(task: MemberTask, members: Sequence[int], workers: int) -> str:
 
 def calibrate(task: MemberTask, members: Sequence[int], workers: int) -> Calibration:
     """Time one unit of work for one member and for a chunk, and extrapolate."""
-    one = _median_seconds(task.trial(members[:1]))
-    total = one * task.units * len(members)
-    seconds = {"looped": total}
-    if task.device.type == "cpu" and workers > 1 and not _in_worker and _portable(task):
-        rounds = -(-len(members) // workers)
-        seconds["processes"] = WORKER_START_SECONDS + 1.1 * one * task.units * rounds
+    chunk = members[:CHUNK]
+    trials = {"looped": task.trial(members[:1])}
     if obstacle(task) is None:
-        chunk = members[:CHUNK]
-        seconds["batched"] = _median_seconds(task.trial(chunk)) / len(chunk) * task.units * len(members)
+        trials["batched"] = task.trial(chunk)
+    best = _best_seconds(trials)
+    one = best["looped"] * task.units
+    seconds = {"looped": one * len(members)}
+    if task.device.type == "cpu" and workers > 1 and not _in_worker and _portable(task):
+        seconds["processes"] = WORKER_START_SECONDS + MARGIN * one * -(-len(members) // workers)
+    if "batched" in best:
+        seconds["batched"] = MARGIN * best["batched"] * task.units * len(members) / len(chunk)
     return Calibration(seconds)
+
+
+def _best_seconds(trials: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The shortest time of each trial over interleaved rounds: other programs only ever add to a time."""
+    on_gpu = torch.cuda.is_available()
+    clock = time.process_time if torch.get_num_threads() == 1 and not on_gpu else time.perf_counter
+    seconds = dict.fromkeys(trials, math.inf)
+    for turn in range(1 + TRIALS):
+        for name, trial in trials.items():
+            start = clock()
+            trial()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if turn:  # the first turn warms up
+                seconds[name] = min(seconds[name], clock() - start)
+    return seconds
 
 
 def _portable(task: MemberTask) -> bool:
@@ -157,18 +177,6 @@ def _portable(task: MemberTask) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _median_seconds(trial: Callable[[], object]) -> float:
-    trial()
-    times = []
-    for _ in range(TRIALS):
-        start = time.perf_counter()
-        trial()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[TRIALS // 2]
 
 
 def cores() -> int:

@@ -43,9 +43,10 @@ class Layout:
     def among(cls, parameters: Mapping[str, nn.Parameter]) -> Layout:
         """The same from the named parameters."""
         named = _trainable(parameters)
-        kinds = {(p.dtype, p.device) for p in named.values()}
-        if len(kinds) > 1:
-            raise ValueError(f"trainable parameters must share one dtype and device; got {sorted(map(str, kinds))}.")
+        first = next(iter(named.values()))
+        if any(p.dtype != first.dtype or p.device != first.device for p in named.values()):
+            kinds = sorted({f"{p.dtype} on {p.device}" for p in named.values()})
+            raise ValueError(f"trainable parameters must share one dtype and device; got {', '.join(kinds)}.")
         return cls(tuple(named), tuple(tuple(p.shape) for p in named.values()))
 
     @property

@@ -133,7 +133,7 @@ class Posterior:
         saved = read_json(folder / FACTS, "posterior")
         if saved.get("format") != FORMAT:
             raise DamagedFileError(f"posterior {folder} must have format {FORMAT}; got {saved.get('format')!r}.")
-        tensors, _ = read_tensors(folder / TENSORS, "posterior")
+        tensors = read_tensors(folder / TENSORS, "posterior")
         if checksum(tensors) != saved.get("checksum"):
             raise DamagedFileError(f"posterior {folder / TENSORS} was altered: its checksum differs.")
         layout = _check_same_model(saved, model, folder)
@@ -164,16 +164,18 @@ def frozen_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
 def _check_same_model(saved: Mapping[str, Any], model: nn.Module, folder: Path) -> Layout:
     parameters = dict(model.named_parameters())
     layout = Layout.among(parameters)
+    if saved["names"] != list(layout.names) or saved["shapes"] != [list(shape) for shape in layout.shapes]:
+        raise DamagedFileError(f"posterior {folder} belongs to another model: {_first_difference(saved, layout)}.")
+    if saved["frozen"] != frozen_fingerprint(parameters):
+        raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
+    return layout
+
+
+def _first_difference(saved: Mapping[str, Any], layout: Layout) -> str:
     theirs = {name: tuple(shape) for name, shape in zip(saved["names"], saved["shapes"], strict=True)}
     ours = dict(zip(layout.names, layout.shapes, strict=True))
     for name in [*theirs, *ours]:
         if theirs.get(name) != ours.get(name):
-            raise DamagedFileError(
-                f"posterior {folder} belongs to another model: parameter {name!r} is {theirs.get(name, 'absent')} "
-                f"in the file and {ours.get(name, 'absent')} in the model."
-            )
-    if list(theirs) != list(ours):
-        raise DamagedFileError(f"posterior {folder} belongs to another model: its parameters are in another order.")
-    if saved["frozen"] != frozen_fingerprint(parameters):
-        raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
-    return layout
+            there, here = theirs.get(name, "absent"), ours.get(name, "absent")
+            return f"parameter {name!r} is {there} in the file and {here} in the model"
+    return "its parameters are in another order"

@@ -57,8 +57,8 @@ def log_mean_exp(values: Tensor, dim: int = 0) -> Tensor:
 
 def entropy(log_probs: Tensor) -> Tensor:
     """Entropy in nats over the last axis; a class of probability 0 adds 0, not NaN."""
-    probs = log_probs.exp()
-    return -torch.where(probs > 0, probs * log_probs, 0.0).sum(-1)
+    terms = log_probs.exp() * log_probs
+    return -terms.masked_fill(log_probs == -math.inf, 0.0).sum(-1)  # a NaN stays NaN: it must not look certain
 
 
 @dataclass(frozen=True)

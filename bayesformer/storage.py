@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from bayesformer.errors import DamagedFileError
 
+SMALL = 16 * 2**20
 FACTS = "facts"  # the one metadata entry our files carry: a JSON object
 
 
@@ -60,20 +62,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
     write_atomically(path, save(plain, metadata={FACTS: json.dumps(facts)}))
 
 
-def read_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts, or an error naming the file and what is wrong with it.
+def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
+    """Tensors in memory of their own, or an error naming the file and what is wrong with it."""
+    with _reading(path, what):
+        if path.stat().st_size < SMALL:
+            return load(path.read_bytes())  # one read beats mapping a small file
+        # cloned, because mapped tensors are the file itself and would change or vanish with it
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
-    The tensors are copies: those of safetensors are the file itself, and would change or vanish with it.
-    """
+
+def read_facts(path: Path, what: str) -> dict[str, Any]:
+    """The facts written with the tensors."""
+    with _reading(path, what), safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {}).get(FACTS, "{}"))
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
-    return tensors, json.loads(metadata.get(FACTS, "{}"))
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -26,7 +26,7 @@ from bayesformer.likelihoods import Likelihood
 from bayesformer.network import FlatModel, batched_outputs
 from bayesformer.progress import Reporter, Silent
 from bayesformer.seeds import fold, generator
-from bayesformer.storage import read_tensors, write_tensors
+from bayesformer.storage import read_facts, read_tensors, write_tensors
 from bayesformer.types import Params, Transform
 from bayesformer.version import __version__
 
@@ -271,7 +271,7 @@ def _save(run: _Run, job: Job, path: Path, identity: str) -> None:
 
 
 def _resume(run: _Run, job: Job, path: Path, identity: str) -> None:
-    tensors, facts = read_tensors(path, "checkpoint")
+    tensors, facts = read_tensors(path, "checkpoint"), read_facts(path, "checkpoint")
     if facts.get("identity") != identity:
         raise DamagedFileError(
             f"checkpoint {path} belongs to another run (other data, settings, model or version); "

@@ -47,7 +47,9 @@ def loop_overhead(label: str, task: Task) -> Comparison:
         transform = optimise.build(joint, training.rate(), clip=training.clip)
         train(Job(flat, transform, flat.theta, data, None, task.likelihood, training, 0, (0,)))
 
-    return Comparison(f"loop overhead, {label}", ours, partial(hand_written_loop, task, data, training), 1.05, rounds=15)
+    return Comparison(
+        f"loop overhead, {label}", ours, partial(hand_written_loop, task, data, training), 1.05, rounds=15
+    )
 
 
 def hand_written_loop(task: Task, data: Data, training: Training) -> None:

@@ -77,9 +77,7 @@ def test_dropout_keeps_the_mean_of_the_weights_and_the_zeros():
 @pytest.mark.parametrize("kind", ["causal", "padding", "all"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_attention_equals_the_attention_of_torch(heads, kind):
-    mask = {"causal": causal(T), "padding": random_mask(B, 1, 1, T), "all": torch.ones(1, 1, 1, T).bool()}[
-        kind
-    ]
+    mask = {"causal": causal(T), "padding": random_mask(B, 1, 1, T), "all": torch.ones(1, 1, 1, T).bool()}[kind]
     ours, x = Attention(D, heads, Softmax()).double(), torch.randn(B, T, D, dtype=torch.float64)
     theirs = nn.MultiheadAttention(D, heads, batch_first=True, dtype=torch.float64)
     parts = [ours.query, ours.key, ours.value]

@@ -164,9 +164,7 @@ def test_samples_of_the_conditional_follow_it(series):
 
 def test_nothing_of_the_future_enters_the_conditional(series):
     inputs = torch.randn(1, 9, 1)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda x: series.conditional(x).mean, inputs
-    ).squeeze()  # (T, T)
+    jacobian = torch.autograd.functional.jacobian(lambda x: series.conditional(x).mean, inputs).squeeze()  # (T, T)
     assert (jacobian.triu(1) == 0).all()
     order = ORDER[series.name]
     running = jacobian[order - 1 :]
@@ -178,9 +176,7 @@ def test_nothing_of_the_future_enters_the_conditional(series):
 
 def test_window_is_given_latest_value_first():
     """M4 and M5 weigh their window evenly; this process does not."""
-    lags = toy.Series(
-        "lags", "", 3, 1e-6, lambda window, first: (window[..., 0] - 0.5 * window[..., 2])[None]
-    )
+    lags = toy.Series("lags", "", 3, 1e-6, lambda window, first: (window[..., 0] - 0.5 * window[..., 2])[None])
     data = toy.generate(lags, 4, seeded())
     x = data.inputs[..., 0]
     expected = x[:, 2:] - 0.5 * x[:, :-2]
@@ -199,9 +195,7 @@ def test_oracle_agrees_with_the_methods_page(name, reported):
     series = toy.SERIES[name]
     values = series.log_likelihood(double(toy.generate(series, 20_000, fresh())))
     assert values.shape == (20_000,)
-    assert values.mean().item() == pytest.approx(
-        reported, abs=0.05 + 5 * values.std().item() / math.sqrt(20_000)
-    )
+    assert values.mean().item() == pytest.approx(reported, abs=0.05 + 5 * values.std().item() / math.sqrt(20_000))
     assert values.std().item() == pytest.approx(3.5, abs=0.25)
 
 

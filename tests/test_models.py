@@ -91,9 +91,7 @@ def test_causal_model_has_no_gradient_from_the_future(name, positions):
     if name == "tagger":
         model.embedding = nn.Identity()  # take embedded tokens, which have gradients
     x = torch.randn(1, T, D)
-    jacobian = torch.autograd.functional.jacobian(lambda x: model(x).sum((0, -1)), x)[
-        :, 0
-    ]  # (T out, T in, D)
+    jacobian = torch.autograd.functional.jacobian(lambda x: model(x).sum((0, -1)), x)[:, 0]  # (T out, T in, D)
     size = jacobian.abs().sum(-1)
     assert (size.triu(1) == 0).all()
     assert (size[torch.ones(T, T).tril() > 0] > 0).all()

@@ -49,6 +49,12 @@ def test_opposite_certain_draws_are_all_epistemic():
     assert torch.isfinite(p.total).all()
 
 
+def test_nan_does_not_look_certain():
+    p = CategoricalPredictive(torch.full((2, 1, 3), math.nan))
+    assert torch.isnan(p.total).all()
+    assert torch.isnan(p.epistemic).all()
+
+
 def test_gaussian_follows_the_law_of_total_variance():
     p = gaussian()
     mixture = D.MixtureSameFamily(

@@ -44,7 +44,9 @@ def test_a_cell_is_one_json_line_with_everything_in_it(tmp_path):
     assert result["settings"]["task"]["dim"] == 8
     assert {"commit", "versions", "seed", "device", "cost", "metrics", "oracle", "started"} <= result.keys()
     assert {"fit_seconds", "predict_ms", "parameters", "peak_mib"} <= result["cost"].keys()
-    assert result["oracle"]["gap"] == pytest.approx(result["metrics"]["log_likelihood"] - result["oracle"]["log_likelihood"])
+    assert result["oracle"]["gap"] == pytest.approx(
+        result["metrics"]["log_likelihood"] - result["oracle"]["log_likelihood"]
+    )
     assert result["oracle"]["gap"] < 0
 
 
@@ -142,7 +144,10 @@ def test_damaged_results_are_named(tmp_path):
         (["run", "toy/m1", "--set", "training.epoch=3"], "unknown setting of training 'epoch'. Did you mean 'epochs'?"),
         (["run", "toy/m1", "--set", "training.epochs=many"], "training.epochs must be int; got 'many'"),
         (["run", "toy/m1", "--set", "training.epochs=0"], "training.epochs must be positive; got 0"),
-        (["run", "toy/m1", "--set", "trainin.epochs=3"], "unknown group of settings 'trainin'. Did you mean 'training'?"),
+        (
+            ["run", "toy/m1", "--set", "trainin.epochs=3"],
+            "unknown group of settings 'trainin'. Did you mean 'training'?",
+        ),
         (["run", "toy/m1", "--set", "epochs=3"], "a setting must read like training.epochs=20"),
         (["run", "toy/m1", "--seeds", "0"], "seeds must be a whole number of at least 1; got 0"),
         (["run", "toy/m1", "--workers", "0"], "--workers must be at least 1; got 0"),

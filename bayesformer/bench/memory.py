@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +21,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated() / 2**20
             return self
+        _give_back()
         try:
             RESET.write_text("5")  # sets the high-water mark back to the present use
             self._before = _status("VmRSS")
@@ -33,6 +36,14 @@ class PeakMemory:
             self.mib = torch.cuda.max_memory_allocated() / 2**20 - self._before
         elif self._before >= 0:
             self.mib = round(max(_status("VmHWM") - self._before, 0.0), 1)
+
+
+def _give_back() -> None:
+    """Return freed memory to the system; what an earlier block left cached would hide this one's peak."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def _status(name: str) -> float:

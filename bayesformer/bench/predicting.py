@@ -42,8 +42,7 @@ def read_rows(path: Path) -> Tensor:
     elif path.suffix in {".npy", ".npz"}:
         rows = _read_numpy(path)
     elif path.suffix == ".safetensors":
-        tensors, _ = read_tensors(path, "data file")
-        rows = _entry(tensors, path)
+        rows = _entry(read_tensors(path, "data file"), path)
     else:
         raise ValueError(f"data file must end in .csv, .npy, .npz or .safetensors; got {path.name!r}.")
     if rows.dim() < 2 or len(rows) == 0:

@@ -64,9 +64,7 @@ def noise(count: int, generator: torch.Generator, like: Tensor) -> Tensor:
     """`count` images of Gaussian noise with the mean and spread that each pixel has in `like` (N, ...)."""
     if count < 1:
         raise ValueError(f"count must be at least 1; got {count}.")
-    draws = torch.randn(
-        count, *like.shape[1:], generator=generator, dtype=like.dtype, device=generator.device
-    )
+    draws = torch.randn(count, *like.shape[1:], generator=generator, dtype=like.dtype, device=generator.device)
     std, mean = torch.std_mean(like, 0)
     return mean + std * draws.to(like.device)
 
@@ -92,7 +90,5 @@ def _permutations(rows: int, length: int, generator: torch.Generator) -> Tensor:
     identity = torch.arange(length, device=generator.device)
     order = identity.repeat(rows, 1)
     while (same := (order == identity).all(1)).any():
-        order[same] = torch.rand(
-            int(same.sum()), length, generator=generator, device=generator.device
-        ).argsort(1)
+        order[same] = torch.rand(int(same.sum()), length, generator=generator, device=generator.device).argsort(1)
     return order

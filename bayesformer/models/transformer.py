@@ -149,9 +149,7 @@ class Encoder(nn.Module):
             raise unknown_name("positions", positions, POSITIONS)
         self.dim, self.causal = dim, causal
         self.positions, self.dropout = POSITIONS[positions](dim, max_length), nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            Block(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth)
-        )
+        self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.register_buffer("visible", visible_keys(max_length, causal), persistent=False)
 
@@ -216,9 +214,7 @@ class Tagger(nn.Module):
         """From (B, T) to (B, T, C). `attention_mask` (B, T) is 0 at padding; outputs there mean nothing."""
         return self.outputs_and_kl(input_ids, attention_mask)[0]
 
-    def outputs_and_kl(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def outputs_and_kl(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs, and the KL of each example, (B,)."""
         x, kl = self.encoder.outputs_and_kl(self.embedding(input_ids), attention_mask)
         return self.projection(x), kl
@@ -237,9 +233,7 @@ class SequenceClassifier(nn.Module):
         """From (B, T) to (B, C). `attention_mask` (B, T) is 0 at padding."""
         return self.outputs_and_kl(input_ids, attention_mask)[0]
 
-    def outputs_and_kl(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def outputs_and_kl(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs, and the KL of each example, (B,)."""
         x, kl = self.encoder.outputs_and_kl(self.embedding(input_ids), attention_mask)
         return self.projection(mean_over(x, attention_mask)), kl

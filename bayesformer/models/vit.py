@@ -34,8 +34,7 @@ class VisionTransformer(nn.Module):
         check_positive(image_size=image_size, patch_size=patch_size, channels=channels, classes=classes)
         if image_size % patch_size:
             raise ValueError(
-                "image_size must be a multiple of patch_size; "
-                f"got image_size={image_size}, patch_size={patch_size}."
+                f"image_size must be a multiple of patch_size; got image_size={image_size}, patch_size={patch_size}."
             )
         self.image_shape, self.patch_size = (channels, image_size, image_size), patch_size
         self.embedding = Linear(channels * patch_size**2, dim)
@@ -58,9 +57,7 @@ class VisionTransformer(nn.Module):
     def outputs_and_kl(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs, and the KL of each example, (B,)."""
         if images.shape[1:] != self.image_shape:
-            raise ValueError(
-                f"images must have shape (B, {_list(self.image_shape)}); got ({_list(images.shape)})."
-            )
+            raise ValueError(f"images must have shape (B, {_list(self.image_shape)}); got ({_list(images.shape)}).")
         x, kl = self.encoder.outputs_and_kl(self.embedding(patches(images, self.patch_size)))
         return self.projection(x.mean(-2)), kl
 
