@@ -260,7 +260,7 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
         getattr(arguments, "strategy", "auto"),
         not getattr(arguments, "no_posteriors", False),
     )
-    with bars(False if arguments.quiet else None) as reporter:
+    with bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
         outcome = run(cells, options, reporter)
     keys = {(cell.task, cell.key, cell.seed) for cell in cells}
     print_tables([r for r in load_results(folder) if (r["task"], r["key"], r["seed"]) in keys])

@@ -23,7 +23,7 @@ from bayesformer.engine import Strategy, run_members
 from bayesformer.errors import unknown_name
 from bayesformer.inference import optimise
 from bayesformer.likelihoods import Likelihood
-from bayesformer.network import FlatLogJoint, FlatModel, apply, is_stochastic, reinitialise
+from bayesformer.network import FlatLogJoint, FlatModel, apply, device_of, is_stochastic, reinitialise, trainable
 from bayesformer.posterior import Posterior
 from bayesformer.priors import Prior, as_prior
 from bayesformer.progress import Reporter, Silent
@@ -191,7 +191,7 @@ class TrainTask:
             else:
                 model = self.source()
         if self.prepare is not None:
-            self.prepare(model, self.data)
+            self.prepare(model, self.data.to(device_of(model)))
         return model
 
     def job(self, members: Sequence[int]) -> Job:
@@ -207,8 +207,8 @@ class TrainTask:
             first,
             transform,
             theta,
-            self.data,
-            self.validation,
+            self.data.to(theta.device),
+            None if self.validation is None else self.validation.to(theta.device),
             self.likelihood,
             self.training,
             self.seed,
@@ -246,7 +246,7 @@ class TrainTask:
         job = self.job(members)
         size = min(self.training.batch_size, len(self.data))
         index = torch.arange(size, device=job.theta.device)
-        batch = self.data.take(index if len(members) == 1 else index.expand(len(members), size))
+        batch = job.data.take(index if len(members) == 1 else index.expand(len(members), size))
         state = job.transform.init({"theta": job.theta})
         job.model.module.train()
         return lambda: job.transform.update(state, batch)
@@ -263,7 +263,7 @@ class TrainTask:
     @property
     def device(self) -> torch.device:
         """The model's device."""
-        return next(self._example.parameters()).device
+        return device_of(self._example)
 
     @cached_property
     def signature(self) -> str:
@@ -277,7 +277,7 @@ class TrainTask:
         """Members in lockstep share one pass, which must be free of noise and of state of its own."""
         model = copy.deepcopy(self._example).train()
         before = {name: value.clone() for name, value in model.named_buffers()}
-        few = self.data.take(slice(0, 2)).inputs
+        few = self.data.to(self.device).take(slice(0, 2)).inputs
         if is_stochastic(model, few):
             return "the model has dropout, and every member has a noise stream of its own"
         if any(not torch.equal(before[name], value) for name, value in model.named_buffers()):
@@ -315,7 +315,7 @@ def _fit_members(
     )
     model = task.model(0)
     if prior is not None:
-        prior.assign(dict(_trainable_names(model)))
+        prior.assign(trainable(model))
     check_problem(model, problem)
     result = run_members(task, range(members), problem.strategy, problem.workers, problem.reporter)
     facts = {
@@ -332,16 +332,13 @@ def _fit_members(
     return Posterior(model.eval(), problem.likelihood, result["theta"], buffers, 0, facts)
 
 
-def _trainable_names(model: nn.Module) -> list[tuple[str, None]]:
-    return [(name, None) for name, p in model.named_parameters() if p.requires_grad]
-
-
 def check_problem(model: nn.Module, problem: Problem) -> None:
     """Run the model on two examples and see that its outputs, the likelihood and all targets fit together."""
     model.eval()
-    for label, data in [("train", problem.data), ("validation", problem.validation)]:
-        if data is None:
+    for label, given in [("train", problem.data), ("validation", problem.validation)]:
+        if given is None:
             continue
+        data = given.to(device_of(model))
         few = data.take(slice(0, 2))
         with torch.no_grad():
             outputs = apply(model, few.inputs)

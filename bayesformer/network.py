@@ -82,6 +82,11 @@ def _trainable(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter
     return named
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next(model.parameters()).device
+
+
 def apply(model: nn.Module, inputs: Inputs) -> Tensor:
     """Call a model on positional or keyword inputs and return its output tensor."""
     args, kwargs = split_inputs(inputs)

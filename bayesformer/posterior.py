@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer import likelihoods
-from bayesformer.dataset import check_inputs
+from bayesformer.dataset import check_inputs, map_inputs
 from bayesformer.engine import Strategy
 from bayesformer.errors import DamagedFileError
 from bayesformer.likelihoods import Likelihood
-from bayesformer.network import FlatModel, Layout
+from bayesformer.network import FlatModel, Layout, device_of
 from bayesformer.predict.sampled import PredictTask, sampled_outputs
 from bayesformer.predictive import Predictive
 from bayesformer.progress import Reporter
@@ -94,6 +94,7 @@ class Posterior:
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else len(self.theta))
         size = batch_size or (64 if self.theta.device.type == "cpu" else 1024)
+        inputs = map_inputs(inputs, lambda x: x.to(self.theta.device))
         task = PredictTask(self._network, self.theta, self.buffers, inputs, size, bool(self.noisy_draws), seed)
         return Draws(sampled_outputs(task, count, strategy, workers, reporter))
 
@@ -138,7 +139,7 @@ class Posterior:
             raise DamagedFileError(f"posterior {folder / TENSORS} was altered: its checksum differs.")
         layout = _check_same_model(saved, model, folder)
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
-        device = next(iter(model.parameters())).device
+        device = device_of(model)
         return cls(
             model=model,
             likelihood=likelihoods.from_json(saved["likelihood"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -63,11 +63,23 @@ class Bars:
         self.progress.update(self.ids[task], completed=done, note=note)
 
 
+class Lines:
+    """A line of text for every finished unit of the tasks named; for logs, where bars would be noise."""
+
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self.tasks = tasks
+
+    def update(self, task: str, done: int, total: int, note: str = "") -> None:
+        """Print, if this task is followed."""
+        if task in self.tasks:
+            print(f"[{done}/{total}] {note}", file=sys.stderr, flush=True)
+
+
 @contextmanager
-def bars(show: bool | None = None) -> Iterator[Reporter]:
-    """Progress bars while the block runs; by default only on a terminal."""
+def bars(show: bool | None = None, lines: Sequence[str] = ()) -> Iterator[Reporter]:
+    """Progress bars while the block runs: by default on a terminal only, and elsewhere lines of some tasks."""
     if not (sys.stderr.isatty() if show is None else show):
-        yield Silent()
+        yield Silent() if show is False or not lines else Lines(lines)
         return
     from rich import progress as rich_progress
     from rich.console import Console

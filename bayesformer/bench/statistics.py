@@ -20,6 +20,8 @@ K = TypeVar("K", bound=Hashable)
 BASELINE = "mle"
 LEVEL = 0.05
 """A Holm-corrected p value below this is called significant."""
+FEW_SEEDS = 3
+"""A verdict from fewer pairs than this is fragile: one more seed can turn it."""
 
 
 class Entry(NamedTuple):
@@ -63,6 +65,16 @@ class Standing:
     difference: Difference | None  # to the baseline
     p: float | None  # of the difference, Holm-corrected over the entries of the table
     verdict: Verdict
+
+    @property
+    def tested(self) -> bool:
+        """Whether the verdict comes from a test."""
+        return self.verdict not in ("baseline", "untested")
+
+    @property
+    def fragile(self) -> bool:
+        """Whether it comes from a test on few seeds."""
+        return self.tested and self.difference is not None and self.difference.n < FEW_SEEDS
 
 
 def entry_of(result: Result) -> Entry:
@@ -147,9 +159,19 @@ def best(values: Mapping[K, float | None], better: Better) -> set[K]:
     return winners if any(rank and rank > 1 for rank in order.values()) else set()
 
 
+def means(summaries: Mapping[K, Summary | None]) -> dict[K, float | None]:
+    """The means alone."""
+    return {k: s.mean if s else None for k, s in summaries.items()}
+
+
+def part(result: Result, key: str) -> Mapping[str, Any]:
+    """A part of a result, such as its metrics; empty if it was not recorded."""
+    return result.get(key) or {}
+
+
 def by_seed(results: Iterable[Result], metric: str) -> dict[int, float]:
     """The finite values of a metric by seed."""
-    pairs = ((int(r["seed"]), finite((r.get("metrics") or {}).get(metric))) for r in results)
+    pairs = ((int(r["seed"]), finite(part(r, "metrics").get(metric))) for r in results)
     return {seed: value for seed, value in pairs if value is not None}
 
 
@@ -171,7 +193,7 @@ def standings(results: Iterable[Result], metric: str, better: Better) -> list[St
     groups = group(results)
     values = {entry: by_seed(runs, metric) for entry, runs in groups.items()}
     summaries = {entry: summarise(v.values()) for entry, v in values.items()}
-    order = ranks({e: s.mean if s else None for e, s in summaries.items()}, better)
+    order = ranks(means(summaries), better)
     baseline = baseline_of(groups)
     differences = {
         e: paired_difference(v, values[baseline]) if baseline and e != baseline else None for e, v in values.items()
