@@ -236,6 +236,7 @@ class TrainTask:
         return {
             "theta": trained.theta,
             "best_epoch": trained.best_epoch,
+            "validation": trained.best_score,
             "epochs": torch.full((members,), len(trained.history)),
             "seconds": torch.full((members,), trained.seconds / members, dtype=torch.float64),
             **{f"buffer.{name}": value for name, value in trained.buffers.items()},
@@ -326,6 +327,7 @@ def _fit_members(
         "data": problem.data.fingerprint(),
         "epochs": result["epochs"].tolist(),
         "best_epoch": result["best_epoch"].tolist(),
+        "validation": None if problem.validation is None else result["validation"].tolist(),
         "seconds": result["seconds"].sum().item(),
     }
     buffers = {k.removeprefix("buffer."): v for k, v in result.items() if k.startswith("buffer.")}

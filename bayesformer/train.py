@@ -102,6 +102,7 @@ class Trained(NamedTuple):
     buffers: Params  # each (L, ...), running averages that training changed
     history: list[dict[str, list[float]]]  # per epoch: the log joint and the validation score of each member
     best_epoch: Tensor  # (L,)
+    best_score: Tensor  # (L,), validation log-likelihood per example there; -inf without validation data
     seconds: float  # spent in training, over all resumptions
 
 
@@ -147,7 +148,7 @@ def train(
     reporter.update(label, epochs, epochs)
     rows = run.best_theta if run.best_theta.dim() == 2 else run.best_theta[None]
     buffers = {k: v if len(job.members) > 1 else v[None] for k, v in run.best_buffers.items()}
-    return Trained(rows, buffers, run.history, run.best_epoch, run.seconds)
+    return Trained(rows, buffers, run.history, run.best_epoch, run.best_score, run.seconds)
 
 
 def score(model: FlatModel, likelihood: Likelihood, theta: Tensor, data: Data, chunk: int = 256) -> Tensor:

@@ -19,8 +19,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bayesformer.bench import svg
 from bayesformer.bench.report import write_report
+from bayesformer.bench.report.colours import PALETTE, THEME
+from bayesformer.bench.report.examples import png
+from bayesformer.bench.report.markup import tag
+from bayesformer.bench.report.plot import Plot, marker
+from bayesformer.bench.report.scale import Scale, log_ticks, nice_ticks, tick_label
 
 METHODS = {"mle": 0.0, "ensemble": 1.0, "laplace": 0.35, "sghmc": 0.6}  # how much each gains
 
@@ -228,6 +232,43 @@ def test_one_seed_shows_no_spread_and_no_test(tmp_path):
     assert "±" not in str(ranking(page))
 
 
+def test_verdicts_from_two_seeds_are_marked_wherever_they_stand(tmp_path):
+    values = {"mle": (1.0, 1.1), "up": (2.0, 2.101), "same": (1.0, 1.4)}
+    page = page_of(series("t", values) + series("u", {m: v[::-1] for m, v in values.items()}), tmp_path)
+    verdicts = {method: row["Verdict"] for method, row in ranking(page).items()}
+    assert verdicts == {"up": "▲ better p < 0.001, few seeds", "same": "≈ unclear p = 0.50, few seeds", "mle": ""}
+    assert page.table("Best method per task")[0]["Significant?"] == "▲ Yes, p < 0.001, few seeds"
+    assert page.table("Rank of every method")[0]["t"] == "1▲ few seeds"
+    assert "up ranks first by log-likelihood and is significantly better than the MLE (few seeds)." in page.text
+    assert "On 2 of 2 tasks the top-ranked method is significantly better than the MLE (few seeds)." in page.text
+    assert "2 unclear ≈; 4 of 4 on few seeds." in page.text
+    assert "few seeds: fewer than 3 in common with the MLE" in page.text
+
+
+def test_of_some_verdicts_the_fragile_are_counted(tmp_path):
+    steady = {"mle": (1.0, 1.1, 1.2), "up": (2.0, 2.101, 2.199)}
+    worse = {"mle": (1.0, 1.1), "down": (0.0, 0.101)}
+    results = series("t", steady) + series("u", {m: v[:2] for m, v in steady.items()}) + series("v", worse)
+    page = page_of(results, tmp_path)
+    assert "On 2 of 3 tasks the top-ranked method is significantly better than the MLE (few seeds on 1)" in page.text
+    assert "0 unclear ≈; 2 of 3 on few seeds." in page.text
+    said = [row["Significant?"] for row in page.table("Best method per task")]
+    assert said[0] == "▲ Yes, p < 0.001"
+    assert said[2] == "No: nothing ranks above the MLE; 1 of 1 others significantly worse ▼ (few seeds)"
+
+
+def test_three_seeds_are_not_few_and_one_is_no_test(tmp_path):
+    for values in ({"mle": (1.0, 1.1, 1.3), "a": (2.0, 2.2, 2.1)}, {"mle": (1.0,), "a": (2.0,)}):
+        assert "few seeds" not in page_of(series("t", values), tmp_path).text
+
+
+def test_where_a_p_value_stands_it_says_that_significant_is_not_large(tmp_path):
+    words = "A significant difference can still be too small to matter."
+    page = page_of(series("t", {"mle": (1.0, 1.1, 1.3), "a": (2.0, 2.2, 2.1)}), tmp_path)
+    assert page.text.count(words) == 2  # under the answers and under the ranking
+    assert words not in page_of(series("t", {"mle": (1.0,), "a": (2.0,)}), tmp_path).text
+
+
 def test_spread_says_over_how_many_seeds(tmp_path):
     page = page_of(series("t", {"mle": (1.0, 2.0, 3.0), "a": (1.0, 2.5)}), tmp_path)
     assert "± spread is the standard deviation over 2 to 3 training seeds." in page.text
@@ -413,7 +454,7 @@ def test_broken_figures_do_not_stop_the_report(tmp_path):
 
 
 def test_tag_escapes_text_and_attributes():
-    assert svg.tag("b", "<&", None, [svg.tag("i", "x"), "'"], title='"<', hidden=True, class_=None) == (
+    assert tag("b", "<&", None, [tag("i", "x"), "'"], title='"<', hidden=True, class_=None) == (
         '<b title="&quot;&lt;" hidden>&lt;&amp;<i>x</i>&#x27;</b>'
     )
 
@@ -428,36 +469,36 @@ def test_tag_escapes_text_and_attributes():
     ],
 )
 def test_ticks_are_round_and_inside(low, high, count, expected):
-    assert svg.nice_ticks(low, high, count) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert nice_ticks(low, high, count) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_ticks_refuse_an_empty_range():
     with pytest.raises(ValueError, match=r"low and high must be finite with low < high; got 1, 1"):
-        svg.nice_ticks(1, 1)
+        nice_ticks(1, 1)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.02, 7), (3, 4), (1e-5, 1e9), (11, 13), (0.9, 1.1)])
 def test_log_ticks_are_few_and_inside(low, high):
-    ticks = svg.log_ticks(low, high)
+    ticks = log_ticks(low, high)
     assert 1 <= len(ticks) <= 6
     assert all(low <= t <= high for t in ticks)
 
 
 def test_labels_are_written_as_people_do():
-    labels = [svg.tick_label(v) for v in (0.05, -2, 0.1 + 0.2, 1e-17, 12_000, 3e6, 2.5e9)]
+    labels = [tick_label(v) for v in (0.05, -2, 0.1 + 0.2, 1e-17, 12_000, 3e6, 2.5e9)]
     assert labels == ["0.05", "−2", "0.3", "0", "12k", "3M", "2.5G"]
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [3.0], [0.0], [-5.0, -5.0], [1e300, -1e300]])
 def test_scale_of_anything_is_a_scale(values):
-    scale = svg.Scale.over(values)
+    scale = Scale.over(values)
     assert scale.low < scale.high
     assert scale.ticks
-    assert svg.Scale.over(values, log=True).low > 0
+    assert Scale.over(values, log=True).low > 0
 
 
 def test_marks_stand_where_the_numbers_are():
-    plot = svg.Plot(svg.Scale(0, 10, ()), svg.Scale(0, 2, ()), 116, 124)  # an area of 100 × 100
+    plot = Plot(Scale(0, 10, ()), Scale(0, 2, ()), 116, 124)  # an area of 100 × 100
     assert (plot.inner_width, plot.inner_height) == (100, 100)
     plot.line([0, 5, 6, math.nan, 8, 10], [0, 1, math.nan, 1, 2, 2])
     plot.band([0, 10], [0, 0], [2, 1])
@@ -472,7 +513,7 @@ def test_marks_stand_where_the_numbers_are():
 
 @pytest.mark.parametrize("shape", range(5))
 def test_markers_have_the_area_of_their_disc(shape):
-    numbers = [float(n) for n in re.findall(r"-?\d+\.?\d*", svg.marker(500, 500, 100, shape))]
+    numbers = [float(n) for n in re.findall(r"-?\d+\.?\d*", marker(500, 500, 100, shape))]
     if shape == 0:
         assert numbers[:2] == [400, 500]
         assert numbers[2:4] == [100, 100]
@@ -483,13 +524,13 @@ def test_markers_have_the_area_of_their_disc(shape):
 
 
 def test_png_holds_the_pixels():
-    data = base64.b64decode(svg.png([[0.0, 1.0, 2.0], [2.0, 1.0, math.nan]]).partition(",")[2])
+    data = base64.b64decode(png([[0.0, 1.0, 2.0], [2.0, 1.0, math.nan]]).partition(",")[2])
     chunks = dict(re.findall(rb"(IHDR|IDAT)(.*?)(?=.{8}IDAT|.{8}IEND|$)", data, re.DOTALL))
     assert struct.unpack(">II", chunks[b"IHDR"][:8]) == (3, 2)
     rows = zlib.decompressobj().decompress(chunks[b"IDAT"])
     assert rows == bytes([0, 0, 128, 255, 0, 255, 128, 0])
     with pytest.raises(ValueError, match="pixels must be rows of equal length"):
-        svg.png([[1.0], [1.0, 2.0]])
+        png([[1.0], [1.0, 2.0]])
 
 
 DEFICIENCIES = {  # Machado, Oliveira & Fernandes (2009), severity 1, in linear RGB
@@ -531,7 +572,7 @@ def contrast(a, b):
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_colours_stay_apart_with_any_colour_vision(theme):
-    colours = [pair[theme] for pair in (*svg.PALETTE, svg.THEME["m"])]
+    colours = [pair[theme] for pair in (*PALETTE, THEME["m"])]
     for matrix in DEFICIENCIES.values():
         seen = [lab(np.array(matrix) @ linear(c)) for c in colours]
         assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 10
@@ -540,9 +581,9 @@ def test_colours_stay_apart_with_any_colour_vision(theme):
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("ground", ["bg", "panel"])
 def test_colours_stand_out_from_the_ground(theme, ground):
-    behind = svg.THEME[ground][theme]
-    assert all(contrast(pair[theme], behind) >= 3 for pair in svg.PALETTE)
-    assert all(contrast(svg.THEME[name][theme], behind) >= 4.5 for name in ("ink", "muted", "link", "good", "bad"))
+    behind = THEME[ground][theme]
+    assert all(contrast(pair[theme], behind) >= 3 for pair in PALETTE)
+    assert all(contrast(THEME[name][theme], behind) >= 4.5 for name in ("ink", "muted", "link", "good", "bad"))
 
 
 # ── In a browser ─────────────────────────────────────────────────────────────────────────────────────────
@@ -644,9 +685,9 @@ class Browser:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
-def shades(png):
+def shades(picture):
     """Number of distinct bytes in a picture's rows: a blank one has a handful."""
-    data = png.read_bytes()
+    data = picture.read_bytes()
     parts, place = [], 8
     while place < len(data):
         (length,) = struct.unpack(">I", data[place : place + 4])
@@ -668,7 +709,7 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(tmp_path):
             browser.show(page, width, theme)
             assert browser.js("innerWidth") == width
             assert browser.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-            assert browser.js("getComputedStyle(document.body).backgroundColor") == css(svg.THEME["bg"], theme)
+            assert browser.js("getComputedStyle(document.body).backgroundColor") == css(THEME["bg"], theme)
             browser.screenshot(tmp_path / f"{width}-{theme}.png")
             assert shades(tmp_path / f"{width}-{theme}.png") > 60
         # On the phone a wide table scrolls in its own frame, its first column staying where it is.
@@ -678,7 +719,7 @@ def test_a_browser_shows_it_on_a_desk_and_on_a_phone(tmp_path):
         assert browser.js(f"{box}.scrollLeft = 40, {box}.scrollLeft") == 40
         assert browser.js(head) == before
         browser.js("document.getElementById('theme').click()")  # from dark to light
-        assert browser.js("getComputedStyle(document.body).backgroundColor") == css(svg.THEME["bg"], "light")
+        assert browser.js("getComputedStyle(document.body).backgroundColor") == css(THEME["bg"], "light")
         browser.show(bad, 390, "light")
         assert browser.js("typeof window.pwned") == "undefined"
         assert browser.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")

@@ -175,3 +175,11 @@ def test_variants_are_rows_and_the_default_mle_is_the_baseline():
     assert [s.entry.label for s in table] == ["a", "a (k=2)", "mle", "mle (lr=1)"]
     assert [s.verdict for s in table] == ["untested", "untested", "baseline", "untested"]
     assert table[0].entry == Entry("a")
+
+
+@pytest.mark.parametrize(("seeds", "tested", "fragile"), [(1, False, False), (2, True, True), (3, True, False)])
+def test_a_verdict_from_fewer_than_three_pairs_is_fragile(seeds, tested, fragile):
+    results = runs("mle", *(1.0, 1.1, 1.3)[:seeds]) + runs("a", 2.0, 2.2, 2.1)  # pairs count, not runs
+    table = {s.entry.method: s for s in standings(results, "log_likelihood", "higher")}
+    assert (table["a"].tested, table["a"].fragile) == (tested, fragile)
+    assert (table["mle"].tested, table["mle"].fragile) == (False, False)

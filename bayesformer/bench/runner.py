@@ -293,7 +293,7 @@ def _result(
         "started": started.isoformat(timespec="seconds"),
         **provenance(),
         "device": str(posterior.theta.device),
-        "fit": {name: posterior.facts[name] for name in ("epochs", "best_epoch")},
+        "fit": {name: posterior.facts[name] for name in ("epochs", "best_epoch", "validation")},
         "cost": cost,
         "primary": TASKS[cell.task]().primary,
         "metrics": evaluation.metrics,

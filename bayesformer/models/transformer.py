@@ -197,7 +197,10 @@ class Regressor(nn.Module):
 
     def outputs_and_kl(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs, and the KL of each example, (B,)."""
-        x, kl = self.encoder.outputs_and_kl(self.embedding(inputs))
+        # √D as for token embeddings in Vaswani et al. (2017), section 3.4. Without it a value is drowned by its
+        # position, and a function that varies fast in the value is never found.
+        values = math.sqrt(self.encoder.dim) * self.embedding(inputs)
+        x, kl = self.encoder.outputs_and_kl(values)
         return self.projection(x), kl
 
 

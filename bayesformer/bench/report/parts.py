@@ -25,8 +25,8 @@ def entry_name(report: Report, entry: Entry) -> Html:
     return tag("span", swatch, tag("span", entry.method, variant), class_="entry")
 
 
-def small(text: str, class_: str = "sd") -> Html:
-    """Words of less weight; by default muted, as a spread is."""
+def small(text: str, class_: str | None = None) -> Html:
+    """Words of less weight, such as a spread."""
     return tag("small", text, class_=class_)
 
 
@@ -87,7 +87,7 @@ def scores(task: Task, metric: Metric) -> dict[Entry, Html]:
 def difference_text(difference: Difference, digits: int) -> list[Child]:
     """The difference and its interval."""
     digits = difference_decimals(difference, digits)
-    return [fixed(difference.mean, digits, True), " ", small(interval(difference, digits), "sd nowrap")]
+    return [fixed(difference.mean, digits, True), " ", small(interval(difference, digits), "nowrap")]
 
 
 # ── Figures ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -110,5 +110,5 @@ def figure(
 
 def panel(report: Report, entry: Entry, content: Child, aside: str = "") -> Html:
     """One entry's part of a figure, in its colour."""
-    name = tag("p", entry_name(report, entry), tag("small", aside) if aside else None, class_="panel-name")
+    name = tag("p", entry_name(report, entry), small(aside) if aside else None, class_="panel-name")
     return tag("div", name, content, class_=f"panel {report.style(entry)}")

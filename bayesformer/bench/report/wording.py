@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from bayesformer.bench.report.data import Task
 from bayesformer.bench.statistics import Difference, Standing, Summary, Verdict
@@ -32,7 +32,7 @@ def decimals(summaries: Iterable[Summary | None]) -> int:
     spreads = [s.sd for s in kept if s.sd]
     if largest == 0:
         return 2
-    wanted = 1 - _exponent(statistics.median(spreads)) if spreads else 3 - _exponent(largest)
+    wanted = 1 - _exponent(median(spreads)) if spreads else 3 - _exponent(largest)
     return min(max(wanted, 3 if largest < 1e-2 else 0), 6 if largest < 1e-2 else 4)
 
 
