@@ -200,9 +200,7 @@ class TrainTask:
         first = models[0]
         theta = first.theta if len(members) == 1 else torch.stack([m.theta for m in models])
         joint = FlatLogJoint(first, self.likelihood, self.prior, len(self.data))
-        transform = optimise.build(
-            joint, self.training.rate(), weight_decay=self.training.weight_decay, clip=self.training.clip
-        )
+        transform = optimise.build(joint, self.training.adam(), self.training.clip)
         return Job(
             first,
             transform,

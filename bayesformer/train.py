@@ -19,8 +19,9 @@ from torch import Tensor
 
 from bayesformer.dataset import Data
 from bayesformer.errors import DamagedFileError, TrainingDivergedError
-from bayesformer.functional import THETA
+from bayesformer.functional import THETA, noise_from
 from bayesformer.inference import schedules
+from bayesformer.inference.optimise import Adam
 from bayesformer.inference.schedules import Schedule
 from bayesformer.likelihoods import Likelihood
 from bayesformer.network import FlatModel, batched_outputs
@@ -70,6 +71,10 @@ class Training:
                 raise ValueError(f"training.{name} must be {least}; got {getattr(self, name)}.")
         if self.schedule not in {"warmup", "constant"}:
             raise ValueError(f"training.schedule must be 'warmup' or 'constant'; got {self.schedule!r}.")
+
+    def adam(self) -> Adam:
+        """The optimiser these settings describe."""
+        return Adam(self.rate(), weight_decay=self.weight_decay)
 
     def rate(self) -> Schedule:
         """The learning rate as a function of the step."""
@@ -194,15 +199,21 @@ def _epoch(run: _Run, job: Job) -> None:
     torch.manual_seed(fold(job.seed, job.members[0], run.epoch, "noise"))
     job.model.module.train()
     values: list[Tensor] = []
-    for start in range(0, len(data), size):
-        batch = data.take(order[..., start : start + size])
-        run.state, _ = job.transform.update(run.state, batch, inplace=True)
-        values.append(run.state.log_joint)
-        if len(values) % CHECK_EVERY == 0:
-            _check_finite(values, run, job)
+    with noise_from([_noise(job, member, run.epoch) for member in job.members]):
+        for start in range(0, len(data), size):
+            batch = data.take(order[..., start : start + size])
+            run.state, _ = job.transform.update(run.state, batch, inplace=True)
+            values.append(run.state.log_joint)
+            if len(values) % CHECK_EVERY == 0:
+                _check_finite(values, run, job)
     _check_finite(values, run, job)
     mean = torch.stack(values).double().mean(0).reshape(-1)
     run.history.append({"log_joint": mean.tolist()})
+
+
+def _noise(job: Job, member: int, epoch: int) -> torch.Generator:
+    device = job.theta.device
+    return torch.Generator(device).manual_seed(fold(job.seed, member, epoch, "algorithm"))
 
 
 def _judge(run: _Run, job: Job) -> None:
@@ -295,11 +306,12 @@ def _resume(run: _Run, job: Job, path: Path, identity: str) -> None:
 def pack_state(state: Any) -> Params:
     """The tensors of a NamedTuple state by path: `params.theta`, `step`."""
     packed: Params = {}
-    for name, value in state._asdict().items():
-        if isinstance(value, Mapping):
-            packed |= {f"{name}.{key}": tensor for key, tensor in value.items()}
-        else:
+    items = state._asdict() if hasattr(state, "_asdict") else state
+    for name, value in items.items():
+        if isinstance(value, Tensor):
             packed[name] = value
+        else:
+            packed |= {f"{name}.{key}": tensor for key, tensor in pack_state(value).items()}
     return packed
 
 

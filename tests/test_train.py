@@ -27,7 +27,7 @@ def job(training=None, seed=0, member=0, validation=True, model=None, data=None)
     training = training or Training(epochs=6, batch_size=16, lr=0.02, warmup=5)
     data = data or blobs(60)
     joint = FlatLogJoint(flat, Categorical(), None, len(data))
-    transform = optimise.build(joint, training.rate(), clip=training.clip)
+    transform = optimise.build(joint, training.adam(), training.clip)
     held_out = blobs(40, seed=1) if validation else None
     return Job(flat, transform, flat.theta, data, held_out, Categorical(), training, seed, (member,))
 
@@ -203,7 +203,7 @@ def test_a_diverging_run_stops_with_step_value_and_advice():
             value = torch.tensor(math.nan if self.count >= 10 else -1.0)
             return value, torch.zeros(()), {THETA: torch.zeros_like(params[THETA])}
 
-    broken = replace(prepared, transform=optimise.build(Breaks(), 0.1), model=poison)
+    broken = replace(prepared, transform=optimise.build(Breaks()), model=poison)
     with pytest.raises(
         TrainingDivergedError, match=r"became nan at step 10 \(epoch 3, member 0\).*smaller training.lr"
     ):

@@ -109,8 +109,8 @@ class ToySeries:
 
     @property
     def training(self) -> Training:
-        """100 epochs, early stopping."""
-        return Training(epochs=100, batch_size=50, lr=3e-3, warmup=100, patience=20)
+        """100 epochs; the rate was chosen among 1e-3, 3e-3 and 1e-2 by the MLE's validation log-likelihood."""
+        return Training(epochs=100, batch_size=50, lr=1e-2, warmup=100, patience=40)
 
     def load(self) -> TaskData:
         """Three independent sets of sequences."""
@@ -177,8 +177,8 @@ class DigitsVit:
 
     @property
     def training(self) -> Training:
-        """80 epochs, early stopping."""
-        return Training(epochs=80, batch_size=64, lr=3e-3, warmup=100, patience=20)
+        """80 epochs; the rate was chosen as for the series."""
+        return Training(epochs=80, batch_size=64, lr=1e-2, warmup=100, patience=20)
 
     def load(self) -> TaskData:
         """A fixed stratified split and two sets of outsiders."""
