@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -199,8 +199,16 @@ class FlatLogJoint:
     forward and one backward, which beats vmap of a gradient.
     """
 
-    def __init__(self, model: FlatModel, likelihood: Likelihood, prior: Prior | None, num_data: int) -> None:
+    def __init__(
+        self,
+        model: FlatModel,
+        likelihood: Likelihood,
+        prior: Prior | None,
+        num_data: int,
+        penalty: Callable[[nn.Module], Tensor] | None = None,
+    ) -> None:
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
+        self.penalty = penalty  # e.g. the KL of random weights, read off the module after its forward pass
         self.pure = log_joint(model.module, likelihood, prior, num_data)
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -219,6 +227,8 @@ class FlatLogJoint:
         value = self.likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
         if self.prior is not None:
             value = value + self.prior.log_prob(dict(trainable(model.module))) / self.num_data
+        if self.penalty is not None:
+            value = value - self.penalty(model.module) / self.num_data
         value.backward()
         return value.detach(), outputs.detach(), {THETA: model.grad}
 

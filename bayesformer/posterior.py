@@ -23,6 +23,7 @@ from bayesformer.progress import Reporter
 from bayesformer.storage import checksum, read_json, read_tensors, write_json, write_tensors
 from bayesformer.types import Draws, Inputs, Outputs, Params
 from bayesformer.version import __version__
+from bayesformer.weights import Samples, Weights, from_tensors
 
 FORMAT = 1
 TENSORS, FACTS = "posterior.safetensors", "posterior.json"
@@ -30,29 +31,30 @@ TENSORS, FACTS = "posterior.safetensors", "posterior.json"
 
 @dataclass(frozen=True)
 class Posterior:
-    """Draws of a model's trainable weights, and how they were made.
+    """A law over a model's trainable weights, and how it was made.
 
-    With `noisy_draws`, the single row of weights is a network whose dropout stays on, and every forward pass
-    is a draw; otherwise every row is one.
+    With `noisy_draws`, the one set of weights is a network that is itself random (dropout stays on, weights are
+    drawn inside), and every forward pass is a draw; otherwise draws come from `weights`.
     """
 
     model: nn.Module
     likelihood: Likelihood
-    theta: Tensor  # (L, P)
-    buffers: Params = field(default_factory=dict)  # each (L, ...)
+    weights: Weights
     noisy_draws: int = 0
+    default_draws: int = 30
+    """draws that `predict` takes from a law that can give any number"""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """what is known of its making: method and settings, data fingerprint, N, history"""
+    """what is known of its making: method and settings, data fingerprint, N"""
     known_layout: Layout | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         size = self.layout.size
-        if self.theta.dim() != 2 or self.theta.shape[1] != size:
-            raise ValueError(f"theta must be (L, {size}) for this model; got {tuple(self.theta.shape)}.")
+        if self.weights.size != size:
+            raise ValueError(f"weights must have {size} numbers per draw for this model; got {self.weights.size}.")
 
     @cached_property
     def layout(self) -> Layout:
-        """Where each parameter lies in a row of theta."""
+        """Where each parameter lies in a row of weights."""
         return self.known_layout or Layout.of(self.model)
 
     @cached_property
@@ -60,21 +62,26 @@ class Posterior:
         return FlatModel(self.model, gradients=False)
 
     @property
+    def theta(self) -> Tensor:
+        """(L, P): the draws that were made; for a Gaussian, its mean as one row."""
+        return self.weights.theta if isinstance(self.weights, Samples) else self.weights.mean[None]
+
+    @property
     def draws(self) -> int:
         """Draws used by `predict` when none are asked for."""
-        return self.noisy_draws or len(self.theta)
+        return self.noisy_draws or self.weights.available or self.default_draws
 
-    def sample(self, draws: int | None = None) -> Params:
+    def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
-        count = len(self.theta) if draws is None else draws
-        self._check_draws(count, len(self.theta))
-        return self.layout.views(self.theta[:count])
+        count = (self.weights.available or self.default_draws) if draws is None else draws
+        self._check_draws(count, self.weights.available)
+        return self.layout.views(self.weights.rows(count, seed))
 
-    def module(self, draw: int = 0) -> nn.Module:
+    def module(self, draw: int = 0, seed: int = 0) -> nn.Module:
         """A plain copy of the model with the weights of one draw."""
         flat = FlatModel(self.model)
-        flat.load(self.theta[draw])
-        flat.load_buffers({name: value[draw] for name, value in self.buffers.items()})
+        flat.load(self.weights.rows(draw + 1, seed)[draw])
+        flat.load_buffers({name: value[draw] for name, value in self.weights.buffers.items()})
         flat.module.zero_grad(set_to_none=True)
         return flat.module.eval()
 
@@ -92,10 +99,12 @@ class Posterior:
         """Network outputs under the draws, (L, N, ...)."""
         check_inputs(inputs, "inputs")
         count = self.draws if draws is None else draws
-        self._check_draws(count, None if self.noisy_draws else len(self.theta))
-        size = batch_size or (64 if self.theta.device.type == "cpu" else 1024)
-        inputs = map_inputs(inputs, lambda x: x.to(self.theta.device))
-        task = PredictTask(self._network, self.theta, self.buffers, inputs, size, bool(self.noisy_draws), seed)
+        self._check_draws(count, None if self.noisy_draws else self.weights.available)
+        device = self.weights.mean.device
+        size = batch_size or (64 if device.type == "cpu" else 1024)
+        inputs = map_inputs(inputs, lambda x: x.to(device))
+        rows = self.weights.rows(1 if self.noisy_draws else count, seed)
+        task = PredictTask(self._network, rows, self.weights.buffers, inputs, size, bool(self.noisy_draws), seed)
         return Draws(sampled_outputs(task, count, strategy, workers, reporter))
 
     def predict(self, inputs: Inputs, draws: int | None = None, **options: Any) -> Predictive:
@@ -105,7 +114,7 @@ class Posterior:
     def save(self, folder: str | Path) -> Path:
         """Write `posterior.safetensors` and `posterior.json` to a folder."""
         folder = Path(folder)
-        tensors = {"theta": self.theta, **{f"buffer.{k}": v for k, v in self.buffers.items()}}
+        tensors = self.weights.tensors()
         write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
         facts = {
             "format": FORMAT,
@@ -113,6 +122,7 @@ class Posterior:
             "torch": torch.__version__,
             "likelihood": likelihoods.to_json(self.likelihood),
             "noisy_draws": self.noisy_draws,
+            "default_draws": self.default_draws,
             "names": list(self.layout.names),
             "shapes": [list(shape) for shape in self.layout.shapes],
             "frozen": frozen_fingerprint(dict(self.model.named_parameters())),
@@ -138,14 +148,13 @@ class Posterior:
         if checksum(tensors) != saved.get("checksum"):
             raise DamagedFileError(f"posterior {folder / TENSORS} was altered: its checksum differs.")
         layout = _check_same_model(saved, model, folder)
-        buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
         device = device_of(model)
         return cls(
             model=model,
             likelihood=likelihoods.from_json(saved["likelihood"]),
-            theta=tensors["theta"].to(device),
-            buffers={name: value.to(device) for name, value in buffers.items()},
+            weights=from_tensors({name: tensor.to(device) for name, tensor in tensors.items()}),
             noisy_draws=saved["noisy_draws"],
+            default_draws=saved["default_draws"],
             facts=saved["facts"],
             known_layout=layout,
         )

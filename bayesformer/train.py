@@ -84,6 +84,30 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Collect:
+    """Which states of a chain to keep: `count` of them, evenly spaced after the first `burn_in` steps."""
+
+    burn_in: int
+    every: int
+    count: int
+
+    @classmethod
+    def spread(cls, steps: int, burn_in: int, count: int) -> Collect:
+        """As widely spaced as a chain of `steps` allows, the last one at its end."""
+        every = (steps - burn_in) // count
+        if burn_in < 0 or count < 1 or every < 1:
+            raise ValueError(
+                f"draws must fit after the burn-in; got {count} draws in {steps} steps of which {burn_in} are burn-in."
+            )
+        return cls(steps - every * count, every, count)
+
+    def wants(self, step: int) -> bool:
+        """Whether the state after `step` (counted from 1) is kept."""
+        past = step - self.burn_in
+        return past > 0 and past % self.every == 0 and past // self.every <= self.count
+
+
+@dataclass(frozen=True)
 class Job:
     """One group of members to train together: theta is (P,) for one, (L, P) in lockstep."""
 
@@ -96,6 +120,8 @@ class Job:
     training: Training
     seed: int
     members: tuple[int, ...]
+    collect: Collect | None = None
+    """states to keep on the way"""
     identity: Mapping[str, Any] = field(default_factory=dict)
     """facts beyond the training settings that make this job this one; guards a checkpoint"""
 
@@ -109,6 +135,8 @@ class Trained(NamedTuple):
     best_epoch: Tensor  # (L,)
     best_score: Tensor  # (L,), validation log-likelihood per example there; -inf without validation data
     seconds: float  # spent in training, over all resumptions
+    draws: Tensor | None  # (L, S, P), states that were collected
+    state: Params  # the last state of the transform by path, as `pack_state` names it
 
 
 @dataclass
@@ -123,6 +151,7 @@ class _Run:
     best_epoch: Tensor  # (L,)
     stopped: Tensor  # (L,)
     history: list[dict[str, list[float]]]
+    draws: list[Tensor]  # each like theta
     seconds: float = 0.0
 
 
@@ -153,7 +182,9 @@ def train(
     reporter.update(label, epochs, epochs)
     rows = run.best_theta if run.best_theta.dim() == 2 else run.best_theta[None]
     buffers = {k: v if len(job.members) > 1 else v[None] for k, v in run.best_buffers.items()}
-    return Trained(rows, buffers, run.history, run.best_epoch, run.best_score, run.seconds)
+    return Trained(
+        rows, buffers, run.history, run.best_epoch, run.best_score, run.seconds, _draws(run), pack_state(run.state)
+    )
 
 
 def score(model: FlatModel, likelihood: Likelihood, theta: Tensor, data: Data, chunk: int = 256) -> Tensor:
@@ -188,6 +219,7 @@ def _begin(job: Job) -> _Run:
         best_epoch=torch.zeros(members, dtype=torch.int64),
         stopped=torch.zeros(members, dtype=torch.bool),
         history=[],
+        draws=[],
     )
 
 
@@ -199,11 +231,14 @@ def _epoch(run: _Run, job: Job) -> None:
     torch.manual_seed(fold(job.seed, job.members[0], run.epoch, "noise"))
     job.model.module.train()
     values: list[Tensor] = []
+    before = run.epoch * steps_per_epoch(len(data), size)
     with noise_from([_noise(job, member, run.epoch) for member in job.members]):
         for start in range(0, len(data), size):
             batch = data.take(order[..., start : start + size])
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
             values.append(run.state.log_joint)
+            if job.collect is not None and job.collect.wants(before + len(values)):
+                run.draws.append(run.state.params[THETA].clone())
             if len(values) % CHECK_EVERY == 0:
                 _check_finite(values, run, job)
     _check_finite(values, run, job)
@@ -245,13 +280,25 @@ def _check_finite(values: list[Tensor], run: _Run, job: Job) -> None:
     if not len(bad):
         return
     row, column = bad[0].tolist()
-    steps_per_epoch = -(-len(job.data) // job.training.batch_size)
+    before = run.epoch * steps_per_epoch(len(job.data), job.training.batch_size)
     raise TrainingDivergedError(
-        f"the log joint became {table[row, column].item()} at step {run.epoch * steps_per_epoch + row + 1} "
+        f"the log joint became {table[row, column].item()} at step {before + row + 1} "
         f"(epoch {run.epoch + 1}, member {job.members[column]}). Try a smaller training.lr (now {job.training.lr}), "
         f"a smaller training.clip (now {job.training.clip}) or a longer training.warmup (now {job.training.warmup}), "
         "and check the scale of the inputs and targets."
     )
+
+
+def steps_per_epoch(examples: int, batch_size: int) -> int:
+    """Batches in one pass, the last perhaps smaller."""
+    return -(-examples // batch_size)
+
+
+def _draws(run: _Run) -> Tensor | None:
+    if not run.draws:
+        return None
+    stacked = torch.stack(run.draws, -2)  # (S, P) or (L, S, P)
+    return stacked if stacked.dim() == 3 else stacked[None]
 
 
 def job_identity(job: Job) -> str:
@@ -265,6 +312,7 @@ def job_identity(job: Job) -> str:
         "validation": None if job.validation is None else job.validation.fingerprint(),
         "layout": [job.model.layout.names, job.model.layout.shapes],
         "likelihood": repr(job.likelihood),
+        "collect": None if job.collect is None else asdict(job.collect),
         **job.identity,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
@@ -274,6 +322,8 @@ def _save(run: _Run, job: Job, path: Path, identity: str) -> None:
     tensors = {f"state.{k}": v for k, v in pack_state(run.state).items()}
     tensors |= {"best.theta": run.best_theta, "best.score": run.best_score, "best.epoch": run.best_epoch}
     tensors |= {"stopped": run.stopped}
+    if run.draws:
+        tensors["draws"] = torch.stack(run.draws)
     tensors |= {f"buffer.{k}": v for k, v in job.model.buffers.items()}
     tensors |= {f"best_buffer.{k}": v for k, v in run.best_buffers.items()}
     # safetensors refuses tensors that share memory, as buffers of tied modules may
@@ -301,6 +351,7 @@ def _resume(run: _Run, job: Job, path: Path, identity: str) -> None:
     job.model.load_buffers({k[7:]: v for k, v in tensors.items() if k.startswith("buffer.")})
     for name, value in run.best_buffers.items():
         value.copy_(tensors[f"best_buffer.{name}"])
+    run.draws = list(tensors["draws"].to(run.best_theta.device)) if "draws" in tensors else []
 
 
 def pack_state(state: Any) -> Params:

@@ -19,6 +19,7 @@ from bayesformer.methods import Ensemble, Mle, Problem
 from bayesformer.network import FlatLogJoint, FlatModel, Layout
 from bayesformer.posterior import TENSORS, Posterior
 from bayesformer.train import Job, Training, train
+from bayesformer.weights import Samples
 from benchmarks.harness import Comparison
 
 STEPS = {"toy": "toy/m1", "vit": "digits"}
@@ -96,7 +97,7 @@ def members_in_two_processes(label: str, task: Task) -> Comparison:
 def predicting(label: str, task: Task) -> Comparison:
     """A ten-member predictive, in units of one plain forward pass over the same inputs."""
     model = _model(task).eval()
-    posterior = Posterior(model, task.likelihood, torch.randn(10, Layout.of(model).size) * 0.1)
+    posterior = Posterior(model, task.likelihood, Samples(torch.randn(10, Layout.of(model).size) * 0.1))
     inputs = _some(task, 500).inputs
 
     def plain() -> None:
@@ -117,7 +118,7 @@ def loading(label: str, task: Task, members: int) -> Comparison:
     """Loading a posterior against reading the same tensors into memory with safetensors."""
     model = _model(task)
     folder = Path(tempfile.mkdtemp())
-    Posterior(model, task.likelihood, torch.randn(members, Layout.of(model).size)).save(folder)
+    Posterior(model, task.likelihood, Samples(torch.randn(members, Layout.of(model).size))).save(folder)
     repeat = max(1, 400 // members)
 
     def ours() -> None:

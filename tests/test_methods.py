@@ -70,7 +70,7 @@ def test_member_zero_of_an_ensemble_is_the_mle_of_a_factory():
 
 
 def test_batched_refuses_what_it_cannot_reproduce():
-    with pytest.raises(ValueError, match="the model has dropout, and every member has a noise stream"):
+    with pytest.raises(ValueError, match="the model has dropout or noise, and every member has a noise stream"):
         fit(bf.Ensemble(2), model=_Dropping, strategy="batched")
     with pytest.raises(ValueError, match="changes the model's buffers"):
         fit(bf.Ensemble(2), model=Normed, strategy="batched")
@@ -153,7 +153,9 @@ def test_frozen_and_tied_weights_and_keyword_inputs():
 
 def test_running_averages_belong_to_the_member():
     posterior, x = fit(bf.Ensemble(2), model=Normed), torch.randn(5, 3)
-    assert not torch.equal(posterior.buffers["norm.running_mean"][0], posterior.buffers["norm.running_mean"][1])
+    assert not torch.equal(
+        posterior.weights.buffers["norm.running_mean"][0], posterior.weights.buffers["norm.running_mean"][1]
+    )
     looped = posterior.outputs(x, strategy="looped").values
     torch.testing.assert_close(posterior.outputs(x, strategy="batched").values, looped)
     torch.testing.assert_close(torch.stack([posterior.module(i)(x) for i in range(2)]).detach(), looped)
@@ -245,12 +247,12 @@ def test_an_interrupted_ensemble_resumes_and_keeps_finished_members(tmp_path):
         pass
 
     whole = fit(bf.Ensemble(3), strategy="looped")
-    finished = tmp_path / "members-0-0.safetensors"
+    finished = tmp_path / "ensemble-0-0.safetensors"
 
     calls = []
-    from bayesformer import methods
+    from bayesformer.methods import members
 
-    real = methods.train
+    real = members.train
 
     def stop_at_second(job, *rest):
         calls.append(job.members)
@@ -258,12 +260,12 @@ def test_an_interrupted_ensemble_resumes_and_keeps_finished_members(tmp_path):
             raise Stop
         return real(job, *rest)
 
-    methods.train = stop_at_second
+    members.train = stop_at_second
     try:
         with pytest.raises(Stop):
             fit(bf.Ensemble(3), strategy="looped", checkpoint=tmp_path)
     finally:
-        methods.train = real
+        members.train = real
     stamp = finished.stat().st_mtime_ns
     resumed = fit(bf.Ensemble(3), strategy="looped", checkpoint=tmp_path)
     assert finished.stat().st_mtime_ns == stamp

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import bayesformer as bf
+from bayesformer.weights import GaussianWeights, Samples
+from tests.laws import assert_mean
 from tests.nets import Mlp, Normed, blobs
 
 FAST = bf.Training(epochs=2, batch_size=16, lr=0.02, warmup=5)
@@ -115,5 +117,38 @@ def test_wrong_questions_are_named(posterior):
         posterior.predict(torch.tensor([[0.0, 1.0, float("nan")]]))
     with pytest.raises(ValueError, match="at least one example"):
         posterior.predict(torch.zeros(0, 3))
-    with pytest.raises(ValueError, match=r"theta must be \(L, 50\) for this model; got \(2, 7\)"):
-        bf.Posterior(Mlp(), bf.Categorical(), torch.zeros(2, 7))
+    with pytest.raises(ValueError, match="weights must have 50 numbers per draw for this model; got 7"):
+        bf.Posterior(Mlp(), bf.Categorical(), Samples(torch.zeros(2, 7)))
+
+
+def gaussian_weights(size, kind):
+    mean, sd = torch.randn(size, dtype=torch.float64), torch.rand(size, dtype=torch.float64)
+    factor = torch.randn(2, size, dtype=torch.float64)
+    tril = torch.randn(size, size, dtype=torch.float64).tril()
+    if kind == "diagonal":
+        return GaussianWeights(mean, sd), sd.square().diag()
+    if kind == "low rank":
+        return GaussianWeights(mean, sd, factor), sd.square().diag() + factor.T @ factor
+    return GaussianWeights(mean, tril=tril), tril @ tril.T
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "low rank", "dense"])
+def test_gaussian_weights_have_their_covariance(kind):
+    weights, covariance = gaussian_weights(4, kind)
+    draws = weights.rows(4000)
+    assert_mean(draws, weights.mean)
+    centred = draws - weights.mean
+    assert_mean((centred.unsqueeze(-1) * centred.unsqueeze(-2)).flatten(1), covariance.flatten())
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "low rank", "dense"])
+def test_gaussian_posteriors_are_saved_and_repeatable(kind, tmp_path):
+    model = nn.Linear(3, 2).double()
+    posterior = bf.Posterior(model, bf.Categorical(), gaussian_weights(8, kind)[0], default_draws=5)
+    loaded = bf.Posterior.load(posterior.save(tmp_path / "p"), model)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    first = posterior.outputs(x).values
+    assert first.shape == (5, 4, 2)
+    assert torch.equal(loaded.outputs(x).values, first)
+    assert torch.equal(posterior.outputs(x, 3, strategy="looped").values, first[:3])
+    assert not torch.equal(posterior.outputs(x, seed=1).values, first)

@@ -28,6 +28,7 @@ from torch import Tensor
 from bayesformer import evaluate
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
+from bayesformer.dataset import Data
 from bayesformer.engine import Strategy, run_in_processes
 from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.methods import METHODS, Method, Problem, build_method
@@ -228,6 +229,7 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         )
         ask = _Asker(posterior, options)
         evaluation = task.evaluate(ask, data)
+    validation = _validation_score(posterior, data.validation, options)
     if evaluation.gap is not None:
         evaluate.check_not_above(evaluation.gap, label=str(cell))
     if options.keep_posteriors:
@@ -237,10 +239,16 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
     cost = {
         "fit_seconds": round(float(posterior.facts["seconds"]), 3),
         "predict_ms": round(ask.seconds / ask.examples * 1e3, 4),
-        "parameters": posterior.theta.numel(),
+        "parameters": sum(t.numel() for t in posterior.weights.tensors().values()),
         "peak_mib": memory.mib,
     }
-    return _result(cell, posterior, evaluation, cost, started)
+    return _result(cell, posterior, evaluation, validation, cost, started)
+
+
+def _validation_score(posterior: Posterior, validation: Data, options: Options) -> float:
+    """Mean log-likelihood of the predictive on validation data: what settings are chosen by."""
+    predictive = posterior.predict(validation.inputs, strategy=options.strategy, workers=options.workers)
+    return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
 
 
 class _Asker:
@@ -271,7 +279,12 @@ class _Named:
 
 
 def _result(
-    cell: Cell, posterior: Posterior, evaluation: Evaluation, cost: dict[str, Any], started: datetime
+    cell: Cell,
+    posterior: Posterior,
+    evaluation: Evaluation,
+    validation: float,
+    cost: dict[str, Any],
+    started: datetime,
 ) -> dict[str, Any]:
     gap = evaluation.gap
     oracle = None
@@ -293,7 +306,8 @@ def _result(
         "started": started.isoformat(timespec="seconds"),
         **provenance(),
         "device": str(posterior.theta.device),
-        "fit": {name: posterior.facts[name] for name in ("epochs", "best_epoch", "validation")},
+        "fit": {name: posterior.facts[name] for name in ("epochs", "best_epoch")},
+        "validation": validation,
         "cost": cost,
         "primary": TASKS[cell.task]().primary,
         "metrics": evaluation.metrics,

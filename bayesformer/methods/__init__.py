@@ -1,0 +1,35 @@
+"""Methods: the user's choice, as small frozen dataclasses, each turning a problem into a posterior.
+
+`METHODS` is the list that the command line and the runner read. A method's docstring starts with its one-line
+description; the text under a field is its help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from bayesformer.errors import unknown_name
+from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
+from bayesformer.methods.problem import Method, Problem
+
+__all__ = ["METHODS", "Ensemble", "MCDropout", "Map", "Method", "Mle", "Problem", "build_method"]
+
+METHODS: dict[str, type[Any]] = {
+    "mle": Mle,
+    "map": Map,
+    "ensemble": Ensemble,
+    "mc_dropout": MCDropout,
+}
+
+
+def build_method(name: str, settings: dict[str, Any] | None = None) -> Method:
+    """A method from its name and settings."""
+    if name not in METHODS:
+        raise unknown_name("method", name, METHODS)
+    kind = METHODS[name]
+    known = [f.name for f in fields(kind)]
+    for key in settings or {}:
+        if key not in known:
+            raise unknown_name(f"setting of {name}", key, known)
+    return kind(**(settings or {}))
