@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from bayesformer import likelihoods
 from bayesformer.dataset import check_inputs, map_inputs
+from bayesformer.dropout import dropout_sites
 from bayesformer.engine import Strategy
 from bayesformer.errors import DamagedFileError
 from bayesformer.likelihoods import Likelihood
@@ -123,6 +125,7 @@ class Posterior:
             "likelihood": likelihoods.to_json(self.likelihood),
             "noisy_draws": self.noisy_draws,
             "default_draws": self.default_draws,
+            "dropout": [getattr(module, name) for module, name in dropout_sites(self.model)],
             "names": list(self.layout.names),
             "shapes": [list(shape) for shape in self.layout.shapes],
             "frozen": frozen_fingerprint(dict(self.model.named_parameters())),
@@ -149,6 +152,8 @@ class Posterior:
             raise DamagedFileError(f"posterior {folder / TENSORS} was altered: its checksum differs.")
         layout = _check_same_model(saved, model, folder)
         device = device_of(model)
+        if saved["noisy_draws"]:
+            model = _with_rates(model, saved["dropout"], folder)
         return cls(
             model=model,
             likelihood=likelihoods.from_json(saved["likelihood"]),
@@ -164,6 +169,20 @@ class Posterior:
         if count < 1 or (available is not None and count > available):
             limit = "at least 1" if available is None else f"between 1 and {available}, the draws it has"
             raise ValueError(f"draws must be {limit}; got {count}.")
+
+
+def _with_rates(model: nn.Module, rates: list[float], folder: Path) -> nn.Module:
+    """A copy with the dropout rates it was trained with: at others, the draws would be other draws."""
+    model = copy.deepcopy(model)
+    sites = dropout_sites(model)
+    if len(sites) != len(rates):
+        raise DamagedFileError(
+            f"posterior {folder} belongs to another model: it has {len(rates)} dropout sites in the file "
+            f"and {len(sites)} in the model."
+        )
+    for (module, name), rate in zip(sites, rates, strict=True):
+        setattr(module, name, rate)
+    return model
 
 
 def frozen_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:

@@ -9,7 +9,7 @@ import textwrap
 import tomllib
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from bayesformer.errors import unknown_name
@@ -50,7 +50,9 @@ def parse_value(text: str) -> Any:
 
 def explain(kind: type[Any]) -> list[tuple[str, str, str]]:
     """(name, default, help) of every setting; the help is the text under the field."""
-    texts = _texts_under_fields(kind)
+    texts: dict[str, str] = {}
+    for base in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
+        texts |= _texts_under_fields(base)
     return [(f.name, _default(f), texts.get(f.name, "")) for f in fields(kind) if f.init]
 
 

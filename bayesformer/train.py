@@ -85,26 +85,31 @@ class Training:
 
 @dataclass(frozen=True)
 class Collect:
-    """Which states of a chain to keep: `count` of them, evenly spaced after the first `burn_in` steps."""
+    """The steps, counted from 1, after which the state of a chain is kept."""
 
-    burn_in: int
-    every: int
-    count: int
+    steps: tuple[int, ...]
 
     @classmethod
-    def spread(cls, steps: int, burn_in: int, count: int) -> Collect:
-        """As widely spaced as a chain of `steps` allows, the last one at its end."""
-        every = (steps - burn_in) // count
-        if burn_in < 0 or count < 1 or every < 1:
+    def spread(cls, total: int, burn_in: int, count: int) -> Collect:
+        """`count` states after the burn-in of a chain of `total` steps, widely spaced, the last at its end."""
+        every = (total - burn_in) // count if count >= 1 else 0
+        if burn_in < 0 or every < 1:
             raise ValueError(
-                f"draws must fit after the burn-in; got {count} draws in {steps} steps of which {burn_in} are burn-in."
+                f"draws must fit after the burn-in; got {count} draws in {total} steps of which {burn_in} are burn-in."
             )
-        return cls(steps - every * count, every, count)
+        return cls(tuple(total - every * i for i in reversed(range(count))))
 
-    def wants(self, step: int) -> bool:
-        """Whether the state after `step` (counted from 1) is kept."""
-        past = step - self.burn_in
-        return past > 0 and past % self.every == 0 and past // self.every <= self.count
+    @classmethod
+    def cyclical(cls, total: int, cycles: int, count: int, exploration: float) -> Collect:
+        """`count` states from the last part of each cycle, where the temperature is on."""
+        length = -(-total // cycles)
+        per_cycle = -(-count // cycles)
+        steps: list[int] = []
+        for cycle in range(cycles):
+            first, last = cycle * length, min((cycle + 1) * length, total)
+            inner = cls.spread(last - first, round(exploration * length), per_cycle)
+            steps += [first + step for step in inner.steps]
+        return cls(tuple(steps[-count:]))
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,7 @@ def _epoch(run: _Run, job: Job) -> None:
             batch = data.take(order[..., start : start + size])
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
             values.append(run.state.log_joint)
-            if job.collect is not None and job.collect.wants(before + len(values)):
+            if job.collect is not None and before + len(values) in job.collect.steps:
                 run.draws.append(run.state.params[THETA].clone())
             if len(values) % CHECK_EVERY == 0:
                 _check_finite(values, run, job)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.errors import DamagedFileError
+from bayesformer.methods import build_method, wrap
 from bayesformer.posterior import FACTS, Posterior
 from bayesformer.predictive import CategoricalPredictive, Predictive
 from bayesformer.settings import override
@@ -30,7 +31,9 @@ def load_posterior(folder: Path) -> tuple[Task, Posterior]:
             "Posterior.load(folder, model)."
         )
     task = override(TASKS[made_for["name"]](), made_for["settings"], made_for["name"])
-    return task, Posterior.load(folder, task.model())
+    settings = dict(saved["facts"]["method"])
+    method = build_method(settings.pop("name"), settings)
+    return task, Posterior.load(folder, wrap(method, task.model()))
 
 
 def read_rows(path: Path) -> Tensor:

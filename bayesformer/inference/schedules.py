@@ -1,7 +1,11 @@
-"""Learning rates as functions of the step, which counts from 1. Tensors in, tensors out: no device sync."""
+"""Learning rates and temperatures as functions of the step, which counts from 1.
+
+Tensors in, tensors out: no device sync.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -9,6 +13,11 @@ import torch
 from torch import Tensor
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def at(setting: float | Schedule, step: Tensor) -> float | Tensor:
+    """The value of a setting at a step: a number is itself, a schedule is asked."""
+    return setting(step) if callable(setting) else setting
 
 
 def constant(lr: float) -> Schedule:
@@ -26,3 +35,39 @@ def warmup_inverse_sqrt(lr: float, warmup: int) -> Schedule:
     if warmup < 1:
         raise ValueError(f"warmup must be at least 1 step; got {warmup}.")
     return lambda step: lr * torch.minimum(step / warmup, (warmup / step).sqrt())
+
+
+def cycle_position(cycles: int, steps: int) -> Schedule:
+    """Where a step stands in its cycle, in [0, 1):  r_t = ((t - 1) mod n) / n,  n = ⌈steps / cycles⌉.
+
+    Cycles of one length; those after `steps` go on the same way.
+    """
+    if not 1 <= cycles <= steps:
+        raise ValueError(f"cycles must be at least 1 and at most steps; got cycles={cycles}, steps={steps}.")
+    length = -(-steps // cycles)
+    return lambda step: (step - 1) % length / length
+
+
+def cyclical_lr(lr: float, cycles: int, steps: int) -> Schedule:
+    """Cosine cycles: from `lr` down to nearly 0, and back at once.
+
+        η_t = η/2 (1 + cos π r_t)
+
+    Zhang et al. (2020), eq. 1. The rate never is 0, so a sampler never stands still.
+    """
+    position = cycle_position(cycles, steps)
+    return lambda step: lr / 2 * (1 + torch.cos(math.pi * position(step)))
+
+
+def cyclical_temperature(temperature: float, cycles: int, steps: int, exploration: float = 0.8) -> Schedule:
+    """Temperature 0 in the first part of each cycle (exploration), `temperature` in the rest (sampling).
+
+        T_t = T 1[r_t ≥ β],    β = `exploration`
+
+    Zhang et al. (2020), algorithm 1. Goes with `cyclical_lr` of the same cycles and steps, and with any sampler
+    but SGNHT, whose friction only grows at temperature 0. Draws are kept from the sampling part alone.
+    """
+    if not 0 <= exploration < 1:
+        raise ValueError(f"exploration must be in [0, 1); got {exploration}.")
+    position = cycle_position(cycles, steps)
+    return lambda step: temperature * (position(step) >= exploration).to(step.dtype)

@@ -9,17 +9,54 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from torch import nn
+
 from bayesformer.errors import unknown_name
+from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
+from bayesformer.methods.layers import ConcreteDropout, MeanField
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
 from bayesformer.methods.problem import Method, Problem
+from bayesformer.methods.sampling import Baoab, Psgld, Sghmc, Sgld, Sgnht
 
-__all__ = ["METHODS", "Ensemble", "MCDropout", "Map", "Method", "Mle", "Problem", "build_method"]
+__all__ = [
+    "METHODS",
+    "Baoab",
+    "ConcreteDropout",
+    "Ekf",
+    "Ensemble",
+    "Ivon",
+    "MCDropout",
+    "Map",
+    "MeanField",
+    "Method",
+    "Mle",
+    "Problem",
+    "Psgld",
+    "Sghmc",
+    "Sgld",
+    "Sgnht",
+    "Swag",
+    "Vi",
+    "build_method",
+    "wrap",
+]
 
 METHODS: dict[str, type[Any]] = {
     "mle": Mle,
     "map": Map,
     "ensemble": Ensemble,
     "mc_dropout": MCDropout,
+    "mean_field": MeanField,
+    "concrete_dropout": ConcreteDropout,
+    "sgld": Sgld,
+    "psgld": Psgld,
+    "sghmc": Sghmc,
+    "sgnht": Sgnht,
+    "baoab": Baoab,
+    "vi": Vi,
+    "ivon": Ivon,
+    "swag": Swag,
+    "ekf": Ekf,
 }
 
 
@@ -33,3 +70,9 @@ def build_method(name: str, settings: dict[str, Any] | None = None) -> Method:
         if key not in known:
             raise unknown_name(f"setting of {name}", key, known)
     return kind(**(settings or {}))
+
+
+def wrap(method: Method, model: nn.Module) -> nn.Module:
+    """The model as a method's posterior knows it: with random weights, with its dropout rates, or as it is."""
+    change = getattr(method, "wrap", None)
+    return model if change is None else change(model)

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from bayesformer.dataset import Data
 from bayesformer.dropout import dropout_sites
 from bayesformer.engine import run_members
+from bayesformer.errors import unknown_name
 from bayesformer.functional import THETA
 from bayesformer.inference import optimise
+from bayesformer.layers import IMPROVED
 from bayesformer.likelihoods import Likelihood
 from bayesformer.methods.problem import Problem, check_problem
 from bayesformer.network import FlatLogJoint, FlatModel, Layout, device_of, is_stochastic, reinitialise, trainable
-from bayesformer.priors import Prior
+from bayesformer.priors import Prior, as_prior
 from bayesformer.progress import Reporter
 from bayesformer.seeds import stream
 from bayesformer.train import Collect, Job, Trained, Training, train
@@ -35,6 +37,16 @@ class BuildTransform(Protocol):
     def __call__(self, log_joint: LogJoint, training: Training, num_data: int) -> Transform:
         """The transform."""
         ...
+
+
+def prior_of(setting: str | dict[str, str]) -> Prior:
+    """The prior a setting names: a law, a table of laws, or a table of the thesis, as in "improved/m1"."""
+    if isinstance(setting, str) and setting.startswith("improved/"):
+        name = setting.removeprefix("improved/")
+        if name not in IMPROVED:
+            raise unknown_name("improved prior", name, IMPROVED)
+        return as_prior(IMPROVED[name])
+    return as_prior(setting)
 
 
 def build_optimiser(log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG001
@@ -58,7 +70,7 @@ class TrainTask:
     prior: Prior | None = None
     penalty: Callable[[nn.Module], Tensor] | None = None
     """a term to subtract from the log joint, read off the module, in nats for all data"""
-    prepare: Callable[[nn.Module, Data], nn.Module] | None = None
+    prepare: Callable[[nn.Module], nn.Module] | None = None
     """changes or wraps a fresh model before training"""
     collect: Collect | None = None
     start: Tensor | None = None
@@ -78,7 +90,7 @@ class TrainTask:
             else:
                 model = self.source()
             if self.prepare is not None:
-                model = self.prepare(model, self.data.to(device_of(model)))
+                model = self.prepare(model)
         if self.start is not None:
             weights = Layout.of(model).views(self.start[member])
             with torch.no_grad():

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from torch import nn
 
 from bayesformer.dataset import Data
-from bayesformer.dropout import set_dropout
-from bayesformer.methods.members import buffers_of, facts_of, run, task_of
+from bayesformer.dropout import dropout_sites, set_dropout
+from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, task_of
 from bayesformer.methods.problem import Problem
-from bayesformer.network import is_stochastic
+from bayesformer.network import device_of, is_stochastic
 from bayesformer.posterior import Posterior
-from bayesformer.priors import Prior, as_prior
+from bayesformer.priors import Prior
 from bayesformer.weights import Samples
 
 
@@ -35,11 +35,11 @@ class Map:
     """law of every weight, e.g. "normal(0, 0.5)", or a table of laws by name pattern"""
 
     def __post_init__(self) -> None:
-        as_prior(self.prior)
+        prior_of(self.prior)
 
     def fit(self, problem: Problem) -> Posterior:
         """Train one network with the prior in its objective."""
-        return fit_members("map", self, problem, 1, prior=as_prior(self.prior))
+        return fit_members("map", self, problem, 1, prior=prior_of(self.prior))
 
 
 @dataclass(frozen=True)
@@ -77,27 +77,25 @@ class MCDropout:
         if self.draws < 1:
             raise ValueError(f"mc_dropout.draws must be at least 1; got {self.draws}.")
 
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model with its dropout rates set."""
+        set_dropout(model, self.rate)
+        return model
+
     def fit(self, problem: Problem) -> Posterior:
         """Train with dropout and keep it on."""
-        posterior = fit_members("mc_dropout", self, problem, 1, prepare=_Dropout(self.rate))
+        task = task_of(problem, "mc_dropout", prepare=self.wrap)
+        _check_random(task.model(0).train(), problem.data)
+        posterior = fit_members("mc_dropout", self, problem, 1, prepare=self.wrap)
         return replace(posterior, noisy_draws=self.draws)
 
 
-@dataclass(frozen=True)
-class _Dropout:
-    """Sets a model's dropout rates; a class rather than a closure so that worker processes can have it."""
-
-    rate: float | None
-
-    def __call__(self, model: nn.Module, data: Data) -> nn.Module:
-        sites = set_dropout(model, self.rate)
-        model.train()
-        if not is_stochastic(model, data.inputs):
-            raise ValueError(
-                f"mc_dropout needs a model with dropout; this one has {len(sites)} dropout sites and two training "
-                "passes agree exactly. Give mc_dropout.rate, or add nn.Dropout modules."
-            )
-        return model
+def _check_random(model: nn.Module, data: Data) -> None:
+    if not is_stochastic(model, data.to(device_of(model)).inputs):
+        raise ValueError(
+            f"mc_dropout needs a model with dropout; this one has {len(dropout_sites(model))} dropout sites and two "
+            "training passes agree exactly. Give mc_dropout.rate, or add nn.Dropout modules."
+        )
 
 
 def fit_members(
@@ -107,7 +105,7 @@ def fit_members(
     members: int,
     init: Literal["fresh", "given"] = "given",
     prior: Prior | None = None,
-    prepare: Callable[[nn.Module, Data], nn.Module] | None = None,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Posterior:
     """Train `members` networks through the engine and hold them as a posterior."""
     task = task_of(problem, name, init=init, prior=prior, prepare=prepare)

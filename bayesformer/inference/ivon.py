@@ -1,0 +1,212 @@
+"""IVON: variational inference with a diagonal Gaussian at the cost of Adam."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesformer.functional import blank, normal_like, value_and_grad
+from bayesformer.inference.schedules import Schedule, constant
+from bayesformer.inference.vi_diag import Estimate, average
+from bayesformer.types import Batch, LogJoint, Params, Transform
+
+
+class IVONState(NamedTuple):
+    """q(θ) = N(m, diag 1 / (λ (h + δ)))."""
+
+    params: Params  # the mean m
+    momentum: Params  # running mean of the gradient, uphill
+    hessian: Params  # h, running estimate of the curvature of the mean loss
+    step: Tensor  # ()
+    log_joint: Tensor  # () or (L,), averaged over the draws of the last step
+
+
+def build(
+    log_joint: LogJoint,
+    lr: float | Schedule,
+    ess: float,
+    *,
+    weight_decay: float = 1e-4,
+    h0: float = 1.0,
+    betas: tuple[float, float] = (0.9, 0.99999),
+    draws: int = 1,
+    rescale_lr: bool = True,
+    clip_radius: float = math.inf,
+) -> Transform:
+    """Improved variational online Newton, with ĝ = -∇ log_joint(θ) at θ = m + σ ε.
+
+        σ = 1 / √(λ (h + δ)),     ĥ = ĝ (θ - m) / σ²
+        g ← β₁ g + (1-β₁) ĝ
+        h ← β₂ h + (1-β₂) ĥ + ½ (1-β₂)² (h - ĥ)² / (h + δ)
+        m ← m - α (g / (1-β₁ᵗ) + δ m) / (h + δ)
+
+    Shen et al. (2024), algorithm 1. `ess` is λ, the number of examples N for Bayes and more for a colder posterior:
+    λ = 1 / temperature. `weight_decay` δ is the prior N(0, 1 / (λ δ)), so the log joint is the likelihood alone
+    (or δ = 0 and the prior in the log joint). With `rescale_lr`, α = lr (h0 + δ), the paper's option. The step
+    is clipped to `clip_radius` in each weight before α. No clipping of the gradient: ĥ would be biased. ĝ
+    and ĥ are averaged over `draws`.
+
+    Known exactly: E ĥ is the curvature, averaged over q; whatever the gradient, h + δ at most halves in a step and
+    stays positive. For the loss ½ c (θ-a)² the mean settles at c a / (c+δ) and h around
+    c + ½ (1-β₂) E(h-ĥ)² / (c+δ), at m = a that is c + (1-β₂) c² / (c+δ) to first order in 1-β₂.
+    """
+    _check(lr, ess, weight_decay, h0, betas, draws, clip_radius)
+    schedule = lr if callable(lr) else constant(lr)
+    step = partial(
+        update,
+        log_joint=log_joint,
+        schedule=schedule,
+        ess=ess,
+        weight_decay=weight_decay,
+        betas=betas,
+        draws=draws,
+        lr_scale=h0 + weight_decay if rescale_lr else 1.0,
+        clip_radius=clip_radius,
+    )
+    return Transform(partial(init, h0=h0), step)
+
+
+def init(params: Params, *, h0: float = 1.0) -> IVONState:
+    """The same curvature everywhere. The mean is a copy: a flat model's own vector is overwritten by every draw."""
+    mean = {k: p.clone() for k, p in params.items()}
+    momentum = {k: torch.zeros_like(p) for k, p in params.items()}
+    hessian = {k: torch.full_like(p, h0) for k, p in params.items()}
+    one = next(iter(params.values()))
+    step = one.new_zeros((), dtype=torch.promote_types(one.dtype, torch.float32))  # half precision cannot count
+    return IVONState(mean, momentum, hessian, step, blank(params))
+
+
+def update(
+    state: IVONState,
+    batch: Batch,
+    inplace: bool = False,
+    *,
+    log_joint: LogJoint,
+    schedule: Schedule,
+    ess: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    draws: int = 1,
+    lr_scale: float = 1.0,
+    clip_radius: float = math.inf,
+) -> tuple[IVONState, Tensor]:
+    """One step; the second value is the outputs of the batch under the last draw."""
+    value, outputs, gradient, curvature = estimate(state, batch, log_joint, ess, weight_decay, draws)
+    b1, b2 = betas
+    step = state.step.add_(1) if inplace else state.step + 1
+    size = _Size(1 - b1, 1 - b2, 1 - b1**step, lr_scale * schedule(step), weight_decay, clip_radius)
+    move = _move_inplace if inplace else _move
+    moved = {
+        k: move(mean, state.momentum[k], state.hessian[k], gradient[k], curvature[k], size)
+        for k, mean in state.params.items()
+    }
+    mean, momentum, hessian = ({k: parts[i] for k, parts in moved.items()} for i in range(3))
+    return IVONState(mean, momentum, hessian, step, value), outputs
+
+
+def sample(state: IVONState, ess: float, weight_decay: float) -> Params:
+    """One draw of the weights (of each member): m + ε / √(λ (h + δ)). Give the λ and δ of `build`."""
+    sd = standard_deviation(state, ess, weight_decay)
+    return {k: torch.addcmul(m, sd[k], normal_like(m)) for k, m in state.params.items()}
+
+
+def standard_deviation(state: IVONState, ess: float, weight_decay: float) -> Params:
+    """σ = 1 / √(λ (h + δ)), in the shapes of the mean."""
+    return {k: ((h + weight_decay) * ess).rsqrt_() for k, h in state.hessian.items()}
+
+
+def estimate(
+    state: IVONState, batch: Batch, log_joint: LogJoint, ess: float, weight_decay: float, draws: int = 1
+) -> Estimate:
+    """Log joint, outputs, the gradient uphill (-ĝ) and the curvature ĥ, averaged over draws.
+
+    ĥ is the reparameterisation trick: E_q[ĝ (θ-m)] / σ² = E_q[∇² loss] by Stein's lemma, one product and no
+    second derivative.
+    """
+    evaluate = value_and_grad(log_joint)
+    sd = standard_deviation(state, ess, weight_decay)
+
+    def one_draw() -> Estimate:
+        eps = {k: normal_like(m) for k, m in state.params.items()}
+        theta = {k: torch.addcmul(m, sd[k], eps[k]) for k, m in state.params.items()}
+        value, outputs, grad = evaluate(theta, batch)
+        return value, outputs, grad, {k: -g * eps[k] / sd[k] for k, g in grad.items()}
+
+    return average(one_draw, draws)
+
+
+class _Size(NamedTuple):
+    """Everything that sets how far a step goes."""
+
+    momentum: float  # 1 - β₁
+    hessian: float  # 1 - β₂
+    correct: Tensor  # 1 - β₁ᵗ
+    lr: Tensor  # α
+    weight_decay: float
+    clip_radius: float
+
+
+def _move(
+    mean: Tensor,
+    momentum: Tensor,
+    hessian: Tensor,
+    gradient: Tensor,
+    curvature: Tensor,
+    size: _Size,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The equations, for one tensor of weights."""
+    momentum = momentum + size.momentum * (gradient - momentum)
+    gap = size.hessian * (curvature - hessian)
+    hessian = hessian + gap + 0.5 * gap.square() / (hessian + size.weight_decay)
+    newton = (momentum / size.correct - size.weight_decay * mean) / (hessian + size.weight_decay)
+    return mean + size.lr * newton.clamp(-size.clip_radius, size.clip_radius), momentum, hessian
+
+
+def _move_inplace(
+    mean: Tensor,
+    momentum: Tensor,
+    hessian: Tensor,
+    gradient: Tensor,
+    curvature: Tensor,
+    size: _Size,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in few passes; `curvature` is scratch."""
+    momentum.lerp_(gradient, size.momentum)
+    gap = curvature.sub_(hessian).mul_(size.hessian)
+    damped = hessian + size.weight_decay
+    hessian.add_(gap).addcdiv_(gap.square_(), damped, value=0.5)
+    newton = (momentum / size.correct).sub_(mean, alpha=size.weight_decay)
+    newton.div_(torch.add(hessian, size.weight_decay, out=damped))
+    if size.clip_radius < math.inf:
+        newton.clamp_(-size.clip_radius, size.clip_radius)
+    mean.add_(newton.mul_(size.lr))
+    return mean, momentum, hessian
+
+
+def _check(
+    lr: float | Schedule,
+    ess: float,
+    weight_decay: float,
+    h0: float,
+    betas: tuple[float, float],
+    draws: int,
+    clip_radius: float,
+) -> None:
+    if not callable(lr) and not lr > 0:
+        raise ValueError(f"lr must be positive; got {lr}.")
+    if not 0 < ess < math.inf:
+        raise ValueError(f"ess must be positive and finite (the number of examples is Bayes); got {ess}.")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be at least 0; got {weight_decay}.")
+    if not h0 > 0:
+        raise ValueError(f"h0 must be positive; got {h0}.")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must lie in [0, 1); got {betas}.")
+    if draws < 1:
+        raise ValueError(f"draws must be at least 1; got {draws}.")
+    if not clip_radius > 0:
+        raise ValueError(f"clip_radius must be positive; got {clip_radius}.")

@@ -1,0 +1,24 @@
+"""Random weights for any model: mean-field posteriors and concrete dropout.
+
+bayesian = convert(model, "gaussian", prior="normal(0, 1)")
+loss = -log_likelihood(bayesian(x), y).mean() + kl_divergence(bayesian) / num_data
+plain = revert(bayesian)
+"""
+
+from bayesformer.layers.concrete import ConcreteDropout, convert_concrete
+from bayesformer.layers.convert import convert, revert
+from bayesformer.layers.divergence import kl_divergence
+from bayesformer.layers.families import FAMILIES
+from bayesformer.layers.improved_priors import IMPROVED
+from bayesformer.layers.variational import Variational
+
+__all__ = [
+    "FAMILIES",
+    "IMPROVED",
+    "ConcreteDropout",
+    "Variational",
+    "convert",
+    "convert_concrete",
+    "kl_divergence",
+    "revert",
+]
