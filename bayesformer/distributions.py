@@ -22,6 +22,10 @@ class Distribution(Protocol):
         """Log density at `x`, elementwise."""
         ...
 
+    def score(self, x: Tensor) -> Tensor:
+        """Derivative of the log density at `x`, elementwise."""
+        ...
+
     def sample(self, like: Tensor) -> Tensor:
         """Independent draws in the shape, dtype and device of `like`."""
         ...
@@ -53,6 +57,10 @@ class Normal:
         z = (x - self.loc) / self.scale
         return -0.5 * z * z - math.log(self.scale * math.sqrt(2 * math.pi))
 
+    def score(self, x: Tensor) -> Tensor:
+        """-z / scale."""
+        return (self.loc - x) / self.scale**2
+
     def sample(self, like: Tensor) -> Tensor:
         """Location plus scaled standard normals."""
         return self.loc + self.scale * torch.randn_like(like)
@@ -80,6 +88,11 @@ class StudentT:
         )
         return constant - half * torch.log1p(z * z / self.df)
 
+    def score(self, x: Tensor) -> Tensor:
+        """-(ν+1) z / (ν + z²) / scale."""
+        z = (x - self.loc) / self.scale
+        return -(self.df + 1) / self.scale * z / (self.df + z * z)
+
     def sample(self, like: Tensor) -> Tensor:
         """z / √λ with λ ~ Gamma(ν/2, rate ν/2)."""
         shape = torch.full_like(like, 0.5 * self.df)
@@ -100,6 +113,10 @@ class Laplace:
     def log_prob(self, x: Tensor) -> Tensor:
         """-|z| - log(2 scale)."""
         return -((x - self.loc) / self.scale).abs() - math.log(2 * self.scale)
+
+    def score(self, x: Tensor) -> Tensor:
+        """-sign(z) / scale; 0 at the kink."""
+        return -(x - self.loc).sign() / self.scale
 
     def sample(self, like: Tensor) -> Tensor:
         """Inverse CDF of a uniform."""
@@ -122,6 +139,11 @@ class Cauchy:
         z = (x - self.loc) / self.scale
         return -torch.log1p(z * z) - math.log(math.pi * self.scale)
 
+    def score(self, x: Tensor) -> Tensor:
+        """-2 z / (1 + z²) / scale."""
+        z = (x - self.loc) / self.scale
+        return -2 / self.scale * z / (1 + z * z)
+
     def sample(self, like: Tensor) -> Tensor:
         """Inverse CDF of a uniform."""
         return self.loc + self.scale * torch.tan(math.pi * (_uniform(like) - 0.5))
@@ -141,6 +163,10 @@ class Logistic:
         """-z - 2 softplus(-z) - log scale."""
         z = (x - self.loc) / self.scale
         return -z - 2 * softplus(-z) - math.log(self.scale)
+
+    def score(self, x: Tensor) -> Tensor:
+        """-tanh(z/2) / scale."""
+        return -torch.tanh((x - self.loc) / (2 * self.scale)) / self.scale
 
     def sample(self, like: Tensor) -> Tensor:
         """Inverse CDF of a uniform: its logit."""

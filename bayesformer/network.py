@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from bayesformer.dataset import map_inputs
+from bayesformer.distributions import Distribution
 from bayesformer.functional import THETA
 from bayesformer.likelihoods import Likelihood
 from bayesformer.priors import Prior
@@ -191,6 +193,29 @@ class FlatModel:
         return apply(self.module, inputs)
 
 
+class FlatPrior:
+    """A prior on the flat vector: value and gradient in a few passes, neighbours of one law as one stretch."""
+
+    def __init__(self, prior: Prior, layout: Layout) -> None:
+        laws, self.runs = prior.assign(layout.names), list[tuple[slice, Distribution]]()
+        start = 0
+        sized = zip(layout.names, layout.sizes, strict=True)
+        for law, group in groupby(sized, key=lambda item: laws[item[0]]):
+            stop = start + sum(size for _, size in group)
+            if law is not None:
+                self.runs.append((slice(start, stop), law))
+            start = stop
+
+    def add(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
+        """Add scale · gradient to `grad`; returns scale · log prior, () or (L,)."""
+        value = theta.new_zeros(theta.shape[:-1])
+        for run, law in self.runs:
+            weights = theta[..., run]
+            grad[..., run].add_(law.score(weights), alpha=scale)
+            value = value + law.log_prob(weights).sum(-1)
+        return scale * value
+
+
 class FlatLogJoint:
     """The log joint as a function of {"theta": vector}, with a fast gradient.
 
@@ -209,7 +234,9 @@ class FlatLogJoint:
     ) -> None:
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
         self.penalty = penalty  # e.g. the KL of random weights, read off the module after its forward pass
+        self.flat_prior = None if prior is None else FlatPrior(prior, model.layout)
         self.pure = log_joint(model.module, likelihood, prior, num_data)
+        self.likelihood_part = log_joint(model.module, likelihood, None, num_data)
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Value and outputs, purely."""
@@ -225,21 +252,24 @@ class FlatLogJoint:
         model.grad.zero_()
         outputs = model(batch.inputs)
         value = self.likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
-        if self.prior is not None:
-            value = value + self.prior.log_prob(dict(trainable(model.module))) / self.num_data
         if self.penalty is not None:
             value = value - self.penalty(model.module) / self.num_data
         value.backward()
-        return value.detach(), outputs.detach(), {THETA: model.grad}
+        total = value.detach()
+        if self.flat_prior is not None:
+            total = total + self.flat_prior.add(model.theta, model.grad, 1 / self.num_data)
+        return total, outputs.detach(), {THETA: model.grad}
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Params]:
         leaves = {k: v.detach().requires_grad_() for k, v in self.model.layout.views(theta).items()}
         axes = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, batch)
         with batching():
-            values, outputs = torch.vmap(self.pure, in_dims=(0, axes))(leaves, batch)
+            values, outputs = torch.vmap(self.likelihood_part, in_dims=(0, axes))(leaves, batch)
         gradients = torch.autograd.grad(values.sum(), list(leaves.values()))
-        grad = torch.cat([g.flatten(1) for g in gradients], 1)
-        return values.detach(), outputs, {THETA: grad}
+        grad, total = torch.cat([g.flatten(1) for g in gradients], 1), values.detach()
+        if self.flat_prior is not None:
+            total = total + self.flat_prior.add(theta, grad, 1 / self.num_data)
+        return total, outputs, {THETA: grad}
 
 
 def batched_outputs(model: nn.Module, params: Params, inputs: Inputs) -> Tensor:

@@ -241,7 +241,7 @@ def _epoch(run: _Run, job: Job) -> None:
         for start in range(0, len(data), size):
             batch = data.take(order[..., start : start + size])
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
-            values.append(run.state.log_joint)
+            values.append(log_value(run.state))
             if job.collect is not None and before + len(values) in job.collect.steps:
                 run.draws.append(run.state.params[THETA].clone())
             if len(values) % CHECK_EVERY == 0:
@@ -292,6 +292,11 @@ def _check_finite(values: list[Tensor], run: _Run, job: Job) -> None:
         f"a smaller training.clip (now {job.training.clip}) or a longer training.warmup (now {job.training.warmup}), "
         "and check the scale of the inputs and targets."
     )
+
+
+def log_value(state: Any) -> Tensor:
+    """The log joint where the last gradient was taken; `posteriors` calls it `log_posterior`."""
+    return state.log_joint if hasattr(state, "log_joint") else state.log_posterior
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:
@@ -362,7 +367,7 @@ def _resume(run: _Run, job: Job, path: Path, identity: str) -> None:
 def pack_state(state: Any) -> Params:
     """The tensors of a NamedTuple state by path: `params.theta`, `step`."""
     packed: Params = {}
-    items = state._asdict() if hasattr(state, "_asdict") else state
+    items = state._asdict() if hasattr(state, "_asdict") else state if isinstance(state, Mapping) else state.to_dict()
     for name, value in items.items():
         if isinstance(value, Tensor):
             packed[name] = value

@@ -27,7 +27,7 @@ LOWER = {
     *("ece", "ece_classwise", "ece_adaptive", "brier", "crps", "rmse", "coverage_error_90"),
     *("process_mse", "variance_mse", "fpr95", "aurc"),
 }
-INFORMATION = {"coverage_90", "epistemic_share"}
+INFORMATION = {"coverage_90", "epistemic_share", "rhat", "ess"}
 
 
 def tokens(draws=4, padding=-100):

@@ -173,6 +173,15 @@ def test_flipout_decorrelates_examples(name):
     assert_mean(one * two, variance.chunk(2)[0])
 
 
+def test_flipout_flips_inputs_as_well_as_outputs():
+    """Given ΔW, two examples of one input share E[d²] = Σ x² ΔW² only: E[d₁² d₂²] = 2 Σ x⁴ s⁴ + (Σ x² s²)²."""
+    model, x = layer("linear without bias", "gaussian", local=False, flipout=True)
+    x = x[:1].expand(2, 4)
+    one, two = (draw(model, x, 40_000) - model.model(x).flatten().detach()).square().chunk(2, 1)
+    terms = x[0].square() * model.scales()["weight"].detach().square()  # (outputs, inputs)
+    assert_mean(one * two, 2 * terms.square().sum(1) + terms.sum(1).square())
+
+
 def test_local_takes_precedence_over_flipout_where_it_exists():
     model, x = layer("linear", "gaussian", local=True, flipout=True)
     torch.manual_seed(0)

@@ -8,7 +8,8 @@ import torch
 from bayesformer.dataset import Data
 from bayesformer.inference import baoab, sghmc, sgld
 from bayesformer.likelihoods import Categorical
-from bayesformer.network import log_joint, trainable
+from bayesformer.network import FlatLogJoint, FlatModel, log_joint, trainable
+from bayesformer.train import Collect, Job, Training, train
 from tests.nets import Mlp, blobs
 
 with warnings.catch_warnings():  # it declares its states in a way that tensordict will change
@@ -63,3 +64,19 @@ def test_their_transform_runs_in_our_loop_and_takes_our_path(name, inplace):
     for key, first in params.items():
         torch.testing.assert_close(paths[0][key], paths[1][key], rtol=1e-4, atol=1e-5)
         assert not torch.equal(paths[0][key], first)
+
+
+@pytest.mark.parametrize("name", ["sgld", "sghmc"])
+def test_their_transform_trains_in_the_library_loop(name):
+    data = blobs(60)
+    flat = FlatModel(Mlp())
+    joint = FlatLogJoint(flat, Categorical(), None, len(data))
+    transform = PAIRS[name][0](joint, 1 / len(data))
+    training = Training(epochs=5, batch_size=20)
+    start = flat.theta.clone()
+    trained = train(Job(flat, transform, flat.theta, data, None, Categorical(), training, 0, (0,), Collect((5, 15))))
+    assert trained.draws.shape == (1, 2, len(start))
+    assert torch.isfinite(trained.theta).all()
+    assert not torch.equal(trained.theta[0], start)
+    values = [epoch["log_joint"][0] for epoch in trained.history]
+    assert values[-1] > values[0]

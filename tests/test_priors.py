@@ -26,6 +26,13 @@ def test_density_equals_scipy(law, reference):
 
 
 @pytest.mark.parametrize(("law", "reference"), LAWS, ids=lambda x: type(x).__name__)
+def test_score_is_the_derivative_of_the_log_density(law, reference):
+    x = torch.linspace(-5, 5, 101, dtype=torch.float64, requires_grad=True)
+    (exact,) = torch.autograd.grad(law.log_prob(x).sum(), x)
+    torch.testing.assert_close(law.score(x.detach()), exact)
+
+
+@pytest.mark.parametrize(("law", "reference"), LAWS, ids=lambda x: type(x).__name__)
 def test_draws_follow_the_law(law, reference):
     assert_law(law.sample(torch.empty(50_000, dtype=torch.float64)), reference.cdf)
 

@@ -110,7 +110,9 @@ def conjugate():
     return bf.Data(x, y), mean, precision
 
 
-@pytest.mark.parametrize(("name", "settings"), [("vi", {"kind": "dense", "log_sd": -2.0}), ("vi", {}), ("ivon", {})])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("vi", {"kind": "dense", "log_sd": -2.0}), ("vi", {}), ("ivon", {"decay": 0.99})]
+)
 def test_gaussian_methods_find_the_conjugate_posterior(name, settings):
     data, mean, precision = conjugate()
     training = bf.Training(epochs=700, batch_size=50, lr=0.03, warmup=100, clip=1e9)
@@ -172,6 +174,8 @@ def test_cyclical_sampling_runs_and_keeps_its_draws():
 def test_wrong_settings_are_named():
     with pytest.raises(ValueError, match="sghmc.temperature is out of range; got -1"):
         build_method("sghmc", {"temperature": -1.0})
+    with pytest.raises(ValueError, match="sgnht needs a temperature above 0 throughout.*cycles=2"):
+        build_method("sgnht", {"cycles": 2})
     with pytest.raises(ValueError, match="vi.kind is out of range; got full"):
         build_method("vi", {"kind": "full"})
     with pytest.raises(ValueError, match="unknown improved prior 'm9'. Did you mean"):

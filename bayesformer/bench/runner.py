@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesformer import evaluate
+from bayesformer import evaluate, traces
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
 from bayesformer.dataset import Data
@@ -230,6 +230,9 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         ask = _Asker(posterior, options)
         evaluation = task.evaluate(ask, data)
     validation = _validation_score(posterior, data.validation, options)
+    if len(posterior.theta) >= traces.LEAST * posterior.facts.get("chains", len(posterior.theta)):
+        seen = traces.function_traces(posterior, data.validation.take(slice(0, 20)).inputs)
+        evaluation.metrics.update(traces.summarise(seen))
     if evaluation.gap is not None:
         evaluate.check_not_above(evaluation.gap, label=str(cell))
     if options.keep_posteriors:

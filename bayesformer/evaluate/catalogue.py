@@ -74,6 +74,8 @@ _ALL = (
     ),
     Metric("aurc", "AURC", "lower", "Error left when only the most certain are answered, over all coverages."),
     Metric("pavpu", "PAvPU", "higher", "Share of answers that are right and certain, or wrong and uncertain."),
+    Metric("rhat", "R-hat", "none", "Disagreement of chains in what they predict, at its worst; 1 is agreement."),
+    Metric("ess", "ESS", "none", "Independent draws that a chain's predictions are worth, in the median."),
     Metric("epistemic_share", "Epistemic share", "none", "Part of the uncertainty that more data could remove."),
 )
 

@@ -81,7 +81,8 @@ def _mean_product(a: Params | Tensor, b: Params | Tensor) -> Tensor:
         return (a * b).mean(-1)
     if isinstance(a, dict) and isinstance(b, dict):
         return dot(a, b) / count(a)
-    raise ValueError(f"θ and gradient must be both tensors or both parameters; got {type(a).__name__}, {type(b).__name__}.")
+    kinds = f"{type(a).__name__}, {type(b).__name__}"
+    raise ValueError(f"params and gradient must be both tensors or both parameters; got {kinds}.")
 
 
 def _checked(draws: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def build(
     and ĥ are averaged over `draws`.
 
     Known exactly: E ĥ is the curvature, averaged over q; whatever the gradient, h + δ at most halves in a step and
-    stays positive. For the loss ½ c (θ-a)² the mean settles at c a / (c+δ) and h around
-    c + ½ (1-β₂) E(h-ĥ)² / (c+δ), at m = a that is c + (1-β₂) c² / (c+δ) to first order in 1-β₂.
+    stays positive. For the loss ½ c (θ-a)² the mean settles at c a / (c+δ) and h at c, up to O(1-β₂): h at
+    c + ½ (1-β₂) E(h-ĥ)² / (c+δ), where E(h-ĥ)² = c² ((m-a)² / σ² + 2).
     """
     _check(lr, ess, weight_decay, h0, betas, draws, clip_radius)
     schedule = lr if callable(lr) else constant(lr)

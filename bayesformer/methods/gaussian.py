@@ -154,6 +154,8 @@ class Ivon:
     """of the posterior: 1 is Bayes, below 1 is cold"""
     h0: float = 1.0
     """curvature to start from"""
+    decay: float = 0.9999
+    """memory of the curvature's running estimate; the paper's .99999 needs 100,000 steps to leave h0"""
     clip_radius: float = 1e-2
     """largest step of a weight before it is scaled by the rate"""
     draws: int = 30
@@ -170,6 +172,7 @@ class Ivon:
             prior_sd=self.prior_sd > 0,
             temperature=self.temperature > 0,
             h0=self.h0 > 0,
+            decay=0 < self.decay < 1,
             clip_radius=self.clip_radius > 0,
             draws=self.draws >= 1,
             warm_up=0 <= self.warm_up < 1,
@@ -199,8 +202,15 @@ class _BuildIvon:
         def cosine(step: Tensor) -> Tensor:
             return self.method.lr * 0.5 * (1 + torch.cos(math.pi * (step / steps).clamp(max=1)))
 
+        method = self.method
         return ivon.build(
-            log_joint, cosine, ess, weight_decay=decay, h0=self.method.h0, clip_radius=self.method.clip_radius
+            log_joint,
+            cosine,
+            ess,
+            weight_decay=decay,
+            h0=method.h0,
+            betas=(0.9, method.decay),
+            clip_radius=method.clip_radius,
         )
 
 

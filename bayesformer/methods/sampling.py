@@ -162,9 +162,12 @@ class Psgld(_Chains):
     lr: float = 1e-5
     """step size, in units of the preconditioner"""
 
+    freeze: int = 100
+    """steps after which the preconditioner stays as it is, so that the chain has a stationary law"""
+
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
         """Preconditioned SGLD."""
-        return psgld.build(log_joint, lr, temperature)
+        return psgld.build(log_joint, lr, temperature, freeze=self.freeze)
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,14 @@ class Sgnht(_Chains):
     """step size"""
     friction: float = 10.0
     """friction to start from"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cycles or self.temperature == 0:
+            raise ValueError(
+                "sgnht needs a temperature above 0 throughout, for its friction only grows at 0; "
+                f"got temperature={self.temperature}, cycles={self.cycles}."
+            )
 
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
         """SGNHT."""

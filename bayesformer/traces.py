@@ -1,0 +1,50 @@
+"""Chains looked at: traces of predictions and of named weights, with R-hat and effective sample size.
+
+Predictions are the better witness. Weights of a network wander along symmetries that no prediction sees.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bayesformer.inference.diagnostics import TraceSummary, trace_summary
+from bayesformer.posterior import Posterior
+from bayesformer.types import Draws, Inputs
+
+LEAST = 4  # draws per chain below which halves of a chain say nothing
+
+
+def function_traces(posterior: Posterior, inputs: Inputs, most: int = 200) -> Tensor:
+    """(chains, draws, Q): outputs of the network on some inputs, at most Q = `most` of them."""
+    outputs = posterior.outputs(inputs, strategy="looped")
+    assert isinstance(outputs, Draws)
+    return _by_chain(posterior, outputs.values.flatten(1), most)
+
+
+def weight_traces(posterior: Posterior, name: str, most: int = 200) -> Tensor:
+    """(chains, draws, Q): the entries of one parameter, at most Q = `most` of them, evenly spread over it."""
+    weights = posterior.sample()
+    if name not in weights:
+        from bayesformer.errors import unknown_name
+
+        raise unknown_name("parameter", name, weights)
+    return _by_chain(posterior, weights[name].flatten(1), most)
+
+
+def summarise(traces: Tensor) -> dict[str, float]:
+    """The worst R-hat and the median effective sample size over all quantities that move at all."""
+    moving = traces.flatten(0, 1).std(0) > 0
+    if not moving.any():
+        raise ValueError("traces must hold a quantity that moves; all draws are equal.")
+    found: TraceSummary = trace_summary(traces[..., moving].double())
+    return {"rhat": found.rhat.max().item(), "ess": found.ess.median().item()}
+
+
+def _by_chain(posterior: Posterior, rows: Tensor, most: int) -> Tensor:
+    chains = posterior.facts.get("chains")
+    if not chains or len(rows) % chains or len(rows) // chains < LEAST:
+        held = f"{len(rows)} draws of {chains or 'no'} chains"
+        raise ValueError(f"posterior must hold chains of at least {LEAST} draws each; got {held}.")
+    pick = torch.linspace(0, rows.shape[1] - 1, min(most, rows.shape[1])).long()
+    return rows[:, pick].unflatten(0, (chains, -1)).cpu()
