@@ -9,11 +9,27 @@ and a target give a score (`bayesformer.evaluate`).
 """
 
 from bayesformer.dataset import Data
-from bayesformer.distributions import Cauchy, Laplace, Logistic, Normal, StudentT
 from bayesformer.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.fitting import fit
+from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesformer.methods import Ensemble, Map, MCDropout, Mle
+from bayesformer.methods import (
+    Baoab,
+    ConcreteDropout,
+    Ekf,
+    Ensemble,
+    Ivon,
+    Map,
+    MCDropout,
+    MeanField,
+    Mle,
+    Psgld,
+    Sghmc,
+    Sgld,
+    Sgnht,
+    Swag,
+    Vi,
+)
 from bayesformer.network import log_joint
 from bayesformer.posterior import Posterior
 from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
@@ -22,28 +38,38 @@ from bayesformer.train import Training
 from bayesformer.version import __version__
 
 __all__ = [
+    "Baoab",
     "Bernoulli",
     "Categorical",
     "CategoricalPredictive",
-    "Cauchy",
+    "ConcreteDropout",
     "DamagedFileError",
     "Data",
+    "Ekf",
     "Ensemble",
     "Gaussian",
     "GaussianPredictive",
-    "Laplace",
-    "Logistic",
+    "Ivon",
     "MCDropout",
     "Map",
+    "MeanField",
     "Mle",
-    "Normal",
     "OracleBeatenError",
     "Posterior",
     "Prior",
-    "StudentT",
+    "Psgld",
+    "Sghmc",
+    "Sgld",
+    "Sgnht",
+    "Swag",
     "Training",
     "TrainingDivergedError",
+    "Vi",
     "__version__",
+    "convert",
+    "convert_concrete",
     "fit",
+    "kl_divergence",
     "log_joint",
+    "revert",
 ]

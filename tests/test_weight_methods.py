@@ -56,12 +56,12 @@ def test_mean_field_on_a_subset_has_random_weights_there_only():
     assert posterior.model.layout.names == ("net.3.weight", "net.3.bias")
 
 
-def test_chains_are_the_same_in_every_strategy(name="sghmc"):
+def test_chains_are_the_same_in_every_strategy():
     run = lambda strategy: bf.fit(  # noqa: E731
         Mlp,
         blobs(60),
         likelihood="categorical",
-        method=build_method(name, {"draws": 2, "chains": 3}),
+        method=build_method("sghmc", {"draws": 2, "chains": 3}),
         training=FAST,
         strategy=strategy,
         workers=2,
