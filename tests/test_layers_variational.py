@@ -353,6 +353,29 @@ def test_vmap_over_its_parameters_equals_a_loop(family, local):
     assert not torch.isclose(own, kl).any()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("family", ["gaussian", "student_t"])
+def test_a_draw_lent_to_other_parameters_is_not_kept(family):
+    variational = converted(Mlp(), family, prior="laplace(0, 1)" if family == "student_t" else "logistic(0, 1)")
+    lent = {name: p.detach().expand(3, *p.shape) for name, p in variational.named_parameters()}
+    x = torch.randn(4, 3)
+    vmap(lambda params: functional_call(variational, params, (x,)), randomness="different")(lent)
+    assert kl_divergence(variational).shape == ()
+    copy.deepcopy(variational)(x)
+
+
+def test_the_models_given_and_taken_back_are_apart():
+    model, x = MODELS["regressor"]()
+    expected = model(x)
+    variational = converted(model)
+    plain = revert(variational)
+    with torch.no_grad():
+        for p in variational.parameters():
+            p.add_(1.0)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(plain(x), expected)
+
+
 def test_copies_and_state_dicts_draw_alike_and_independently():
     model, x = MODELS["gpt2"]()
     variational = converted(model, "student_t", prior="laplace(0, 1)", rho=-2.0)

@@ -42,6 +42,16 @@ def test_path_equals_torch_optim(inplace, weight_decay):
     assert state.adam.step.item() == 30
 
 
+def test_pure_and_in_place_steps_may_take_turns():
+    transform = optimise.build(quadratic, Adam(0.05))
+    pure, mixed = transform.init(start()), transform.init(start())
+    for step in range(12):
+        pure, _ = transform.update(pure, None)
+        mixed, _ = transform.update(mixed, None, inplace=step % 2 == 1)
+    torch.testing.assert_close(mixed.params["a"], pure.params["a"])
+    torch.testing.assert_close(mixed.adam.momentum["a"], pure.adam.momentum["a"])
+
+
 def test_pure_update_leaves_the_old_state():
     transform = optimise.build(quadratic, Adam(0.05))
     old = transform.init(start())

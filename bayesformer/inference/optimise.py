@@ -20,7 +20,7 @@ from bayesformer.types import Batch, LogJoint, Params, Transform
 class AdamState(NamedTuple):
     """Running means of the gradient and of its square."""
 
-    momentum: Params
+    momentum: Params  # of the gradient downhill
     square: Params
     step: Tensor  # (), float, on the device of the parameters
 
@@ -60,12 +60,13 @@ class Adam:
         step = state.step + 1
         lr = self.schedule(step)
         b1, b2 = self.betas
-        momentum = {k: b1 * m + (1 - b1) * grads[k] for k, m in state.momentum.items()}
+        # of the gradient downhill, as the fused kernel keeps it when it maximises: the two may take turns
+        momentum = {k: b1 * m - (1 - b1) * grads[k] for k, m in state.momentum.items()}
         square = {k: b2 * v + (1 - b2) * grads[k].square() for k, v in state.square.items()}
         correct1, correct2 = 1 - b1**step, 1 - b2**step
         moved = {
             k: p * (1 - lr * self.weight_decay)
-            + lr * (momentum[k] / correct1) / ((square[k] / correct2).sqrt() + self.eps)
+            - lr * (momentum[k] / correct1) / ((square[k] / correct2).sqrt() + self.eps)
             for k, p in params.items()
         }
         return moved, AdamState(momentum, square, step)

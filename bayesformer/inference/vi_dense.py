@@ -45,7 +45,7 @@ def build(
         ∂μ = g,     ∂C = tril(g εᵀ),     ∂d = g ε exp d + T          stl=False
         the same with g + T C⁻ᵀ ε in place of g, and no + T          stl=True
 
-    Titsias & Lázaro-Gredilla (2014), section 2, with the log-diagonal; Roeder et al. (2017), eq. 8, for stl.
+    Titsias & Lázaro-Gredilla (2014), section 2, with the log-diagonal; Roeder et al. (2017) for stl.
     Arguments as in `vi_diag.build`; the gradient of the factor is clipped apart from that of μ.
 
     Known exactly: for log_joint = -½ (θ-a)ᵀΛ(θ-a) the optimum is μ = a, C Cᵀ = T Λ⁻¹: the posterior itself at

@@ -63,7 +63,7 @@ def build(
         ∂μ = g + T ε / σ,    ∂log σ = (g + T ε / σ) σ ε     stl=True
 
     Kingma & Welling (2014), section 2.4; "sticking the landing" drops the score of q, whose mean is zero
-    (Roeder et al. 2017, eq. 8). The gradient is averaged over `draws`, and that of μ and that of log σ are each
+    (Roeder et al. 2017). The gradient is averaged over `draws`, and that of μ and that of log σ are each
     clipped to norm `clip`. `rule` is `optimise.Adam()` unless given: our form (`init`, `step`) or the
     torchopt form (`init`, `update`). Weight decay has no place in it: it would pull σ towards 1; a prior belongs
     in the log joint.
