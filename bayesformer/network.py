@@ -65,7 +65,7 @@ class Layout:
         """Parameters as views of a vector (P,), or of a matrix (L, P) with the member axis kept in front."""
         parts = flat.split(self.sizes, -1)
         shapes = zip(self.names, parts, self.shapes, strict=True)
-        return {name: part.view(*flat.shape[:-1], *shape) for name, part, shape in shapes}
+        return {name: part.view((*flat.shape[:-1], *shape)) for name, part, shape in shapes}
 
     def pack(self, params: Mapping[str, Tensor]) -> Tensor:
         """(P,): the parameters as one new vector."""

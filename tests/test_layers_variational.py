@@ -470,7 +470,7 @@ def test_a_cauchy_with_a_light_prior_is_warned_about():
         convert(Mlp(), "cauchy", "student_t(1, 0, 1)")
 
 
-@pytest.mark.parametrize(
+ERRORS = pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: convert(Mlp(), "gausian"), "unknown variational family 'gausian'. Did you mean 'gaussian'"),
@@ -487,6 +487,16 @@ def test_a_cauchy_with_a_light_prior_is_warned_about():
         (lambda: kl_divergence(Mlp()), "must have variational weights or concrete dropout; Mlp has neither"),
     ],
 )
+
+
+def test_gradient_checkpointing_is_refused():
+    model, _ = MODELS["gpt2"]()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="must not use gradient checkpointing"):
+        convert(model)
+
+
+@ERRORS
 def test_errors_name_argument_rule_and_value(build, message):
     with pytest.raises(ValueError, match=message):
         build()

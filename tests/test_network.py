@@ -158,6 +158,21 @@ def test_views_and_pack_are_inverse():
     assert torch.equal(layout.views(matrix)["net.0.weight"][2], layout.views(matrix[2])["net.0.weight"])
 
 
+def test_scalar_parameters_are_weights_too():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.tensor(2.0)), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.scale * self.linear(x)
+
+    flat, x = FlatModel(Scaled()), torch.randn(4, 3)
+    before = flat(x)
+    flat.layout.views(flat.theta)["scale"].mul_(3)
+    torch.testing.assert_close(flat(x), 3 * before)
+
+
 def test_stochastic_mode_drops_but_keeps_running_averages():
     model = nn.Sequential(Normed(), nn.Dropout(0.5))
     stochastic_mode(model)

@@ -69,7 +69,9 @@ class Variational(nn.Module):
     """
 
     mean_mode: bool
-    """True: use the locations, draw nothing."""
+    """True: use the locations, draw nothing"""
+    rho: Tensor
+    """(P,) scales before softplus, in the order of `layout`; a Student-t has `raw_df` beside it"""
 
     def __init__(
         self,
@@ -88,6 +90,8 @@ class Variational(nn.Module):
             raise unknown_name("variational family", family, FAMILIES)
         if any(isinstance(module, Variational) for module in model.modules()):
             raise ValueError("model must not be variational already; revert it first.")
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            raise ValueError("model must not use gradient checkpointing: its second forward would miss the draw.")
         if not df > 2:
             raise ValueError(f"df must be greater than 2, so that the variance is finite; got {df}.")
         self.family, self.local, self.flipout, self.mean_mode = FAMILIES[family], local, flipout, False
@@ -104,8 +108,6 @@ class Variational(nn.Module):
         for name in self.family.raw:
             self.register_parameter(name, nn.Parameter(like.new_empty(self.layout.size)))
         self.reset_parameters()
-
-    rho: Tensor
 
     def reset_parameters(self) -> None:
         """Scales (and degrees of freedom) as at the start; locations belong to the model's own modules."""
