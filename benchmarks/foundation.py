@@ -81,15 +81,15 @@ def members_in_one_process(label: str, task: Task) -> Comparison:
 
 
 def members_in_two_processes(label: str, task: Task) -> Comparison:
-    """Ten members spread over two workers, their start included, in units of one member."""
-    ten = _problem(task, _some(task, 800), epochs=40, workers=2, strategy="processes")
-    one = _problem(task, _some(task, 800), epochs=40, workers=1)
+    """Ten members spread over two workers, their start included, in units of one member; at the task's length."""
+    ten = _problem(task, _some(task, 800), epochs=100, workers=2, strategy="processes")
+    one = _problem(task, _some(task, 800), epochs=100, workers=1)
     return Comparison(
         f"10 members, two processes, {label}",
         partial(Ensemble(10).fit, ten),
         partial(Mle().fit, one),
         6.0,
-        rounds=3,
+        rounds=2,
         wall=True,
     )
 
