@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,18 +14,12 @@ from bayesformer.inference import ivon, sgld, swag, vi_dense, vi_diag
 from bayesformer.inference.ekf import dense as ekf_dense
 from bayesformer.inference.ekf import diag as ekf_diag
 from bayesformer.methods.members import BuildTransform, facts_of, prior_of, run, shortened, task_of
-from bayesformer.methods.problem import Problem
+from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.methods.sampling import find_modes, spread_rows
 from bayesformer.posterior import Posterior
 from bayesformer.train import Training, steps_per_epoch
 from bayesformer.types import LogJoint, Params, Transform
 from bayesformer.weights import GaussianWeights
-
-
-def _check(method: Any, **rules: bool) -> None:
-    for name, holds in rules.items():
-        if not holds:
-            raise ValueError(f"{type(method).__name__.lower()}.{name} is out of range; got {getattr(method, name)}.")
 
 
 def _fit(
@@ -41,7 +35,7 @@ def _fit(
     modes, seconds = find_modes(name, problem, 1, None if prior is None else prior_of(prior), warm_up)
     training = shortened(problem.training, 1 - warm_up)
     if epochs is not None:
-        training = Training(**{**training.__dict__, "epochs": epochs})
+        training = replace(training, epochs=epochs)
     task = task_of(
         problem,
         name,
@@ -102,7 +96,7 @@ class Vi:
     """name pattern of the weights to infer; the others stay at the mode, so give a warm-up"""
 
     def __post_init__(self) -> None:
-        _check(
+        check_ranges(
             self,
             kind=self.kind in {"diag", "dense"},
             temperature=self.temperature >= 0,
@@ -166,7 +160,7 @@ class Ivon:
     """name pattern of the weights to infer; the others stay at the mode, so give a warm-up"""
 
     def __post_init__(self) -> None:
-        _check(
+        check_ranges(
             self,
             lr=self.lr > 0,
             prior_sd=self.prior_sd > 0,
@@ -236,7 +230,7 @@ class Swag:
     """name pattern of the weights that move; the others stay at the mode"""
 
     def __post_init__(self) -> None:
-        _check(
+        check_ranges(
             self,
             lr=self.lr > 0,
             rank=self.rank >= 0,
@@ -292,7 +286,7 @@ class Ekf:
     """name pattern of the weights to infer; the others stay at the start"""
 
     def __post_init__(self) -> None:
-        _check(
+        check_ranges(
             self,
             kind=self.kind in {"diag", "dense"},
             sd=self.sd > 0,

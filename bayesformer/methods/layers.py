@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bayesformer.layers import convert, convert_concrete, kl_divergence
 from bayesformer.methods.members import facts_of, prior_of, run, task_of
-from bayesformer.methods.problem import Problem
+from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.posterior import Posterior
 from bayesformer.weights import Samples
 
@@ -36,7 +36,7 @@ class MeanField:
     """forward passes per prediction"""
 
     def __post_init__(self) -> None:
-        _check(self, temperature=self.temperature >= 0, draws=self.draws >= 1)
+        check_ranges(self, temperature=self.temperature >= 0, draws=self.draws >= 1)
         prior_of(self.prior)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -78,7 +78,7 @@ class ConcreteDropout:
     """forward passes per prediction"""
 
     def __post_init__(self) -> None:
-        _check(
+        check_ranges(
             self,
             low=0 < self.low < 1,
             high=self.low <= self.high < 1,
@@ -121,9 +121,3 @@ class Penalty:
     def __call__(self, model: nn.Module) -> Tensor:
         """Temperature times KL."""
         return self.temperature * kl_divergence(model)
-
-
-def _check(method: Any, **rules: bool) -> None:
-    for name, holds in rules.items():
-        if not holds:
-            raise ValueError(f"{type(method).__name__}.{name} is out of range; got {getattr(method, name)}.")

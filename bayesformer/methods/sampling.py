@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.schedules import Schedule
 from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, shortened, task_of
-from bayesformer.methods.problem import Problem
+from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.network import Layout
 from bayesformer.posterior import Posterior
 from bayesformer.priors import Prior
@@ -48,19 +48,16 @@ class _Chains(ABC):
     """name pattern of the weights to sample; the others stay at the mode"""
 
     def __post_init__(self) -> None:
-        rules = {
-            "chains": self.chains >= 1,
-            "draws": self.draws >= 1,
-            "lr": self.lr > 0 and math.isfinite(self.lr),
-            "temperature": self.temperature >= 0,
-            "warm_up": 0 <= self.warm_up < 1,
-            "burn_in": 0 <= self.burn_in < 1,
-            "cycles": self.cycles >= 0,
-        }
-        for name, holds in rules.items():
-            if not holds:
-                kind = type(self).__name__.lower()
-                raise ValueError(f"{kind}.{name} is out of range; got {getattr(self, name)}.")
+        check_ranges(
+            self,
+            chains=self.chains >= 1,
+            draws=self.draws >= 1,
+            lr=self.lr > 0 and math.isfinite(self.lr),
+            temperature=self.temperature >= 0,
+            warm_up=0 <= self.warm_up < 1,
+            burn_in=0 <= self.burn_in < 1,
+            cycles=self.cycles >= 0,
+        )
         prior_of(self.prior)
 
     def _collect(self, steps: int) -> Collect:
