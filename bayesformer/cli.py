@@ -56,7 +56,10 @@ def parser() -> argparse.ArgumentParser:
         epilog="A configuration file is TOML:\n\n"
         '  tasks = ["toy/*", "digits"]\n  methods = ["mle", "ensemble"]\n  seeds = 5\n\n'
         "  [training]\n  epochs = 60\n\n  [ensemble]\n  members = 5\n\n"
-        '  ["toy/m1"]\n  test = 1000\n\nOptions on the command line win over the file. `bayesformer list --settings` '
+        '  ["toy/m1"]\n  test = 1000\n\n'
+        "A method may also be a table with settings of its own; lists make one variant per value, {task} stands for "
+        'the end of\nthe task\'s name:\n\n  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1}]\n\n'
+        "Options on the command line win over the file. `bayesformer list --settings` "
         "names every setting.",
         formatter_class=raw,
     )
@@ -157,7 +160,8 @@ def run(arguments: argparse.Namespace) -> int:
     seeds = config.pop("seeds", 1)
     seeds = arguments.seeds if arguments.seeds is not None else seeds
     settings = _merge(config, arguments.set)
-    cells = runner.plan(tasks, [m.strip() for m in methods], _seed_list(seeds), settings)
+    methods = [m.strip() if isinstance(m, str) else m for m in methods]
+    cells = runner.plan(tasks, methods, _seed_list(seeds), settings)
     if arguments.dry_run:
         missing = [cell for cell in cells if not (arguments.results / cell.path).exists()]
         print("\n".join([*map(str, missing), f"{len(missing)} of {len(cells)} cells would run."]))

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,46 @@ def expand(patterns: Sequence[str], known: Mapping[str, Any], kind: str) -> list
     return names
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A method with settings of its own, and how many seeds it gets (None: as many as the others)."""
+
+    method: str
+    settings: Mapping[str, Any]
+    seeds: int | None = None
+
+
+def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
+    """Methods from names, patterns and tables such as {"name": "vi", "temperature": [1.0, 0.1], "seeds": 1}.
+
+    A list among the settings makes one variant per value, several lists their product.
+    """
+    found = []
+    for entry in methods:
+        table = {"name": entry} if isinstance(entry, str) else dict(entry)
+        if "name" not in table:
+            raise ValueError(f"methods must be names or tables with a name; got {table}.")
+        names, seeds = expand([table.pop("name")], METHODS, "method"), table.pop("seeds", None)
+        if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
+            raise ValueError(f"methods: seeds of {names[0]} must be a whole number of at least 1; got {seeds!r}.")
+        choices = [value if isinstance(value, list) else [value] for value in table.values()]
+        for name in names:
+            found += [Variant(name, dict(zip(table, values, strict=True)), seeds) for values in product(*choices)]
+    return found
+
+
 def plan(
     tasks: Sequence[str],
-    methods: Sequence[str],
+    methods: Sequence[str | Mapping[str, Any]],
     seeds: Sequence[int],
     settings: Mapping[str, Any] | None = None,
 ) -> list[Cell]:
-    """All cells of a comparison, every setting checked before anything runs."""
+    """All cells of a comparison, every setting checked before anything runs.
+
+    {task} in a method's text settings stands for the last part of the task's name: "improved/{task}".
+    """
     overrides = Overrides.of(settings or {})
-    cells = []
+    cells: dict[tuple[str, int], Cell] = {}
     for task_name in expand(tasks, TASKS, "task"):
         changes: dict[str, Any] = {}
         for pattern, values in overrides.tasks.items():
@@ -127,12 +159,16 @@ def plan(
                 changes |= values
         task = override(TASKS[task_name](), changes, task_name)
         training = override(task.training, overrides.training, "training")
-        for method_name in expand(methods, METHODS, "method"):
-            method = override(METHODS[method_name](), overrides.methods.get(method_name, {}), method_name)
-            for seed in seeds:
+        for variant in variants(methods):
+            chosen = {**overrides.methods.get(variant.method, {}), **variant.settings}
+            short = task_name.rpartition("/")[2]
+            chosen = {k: v.replace("{task}", short) if isinstance(v, str) else v for k, v in chosen.items()}
+            method = override(METHODS[variant.method](), chosen, variant.method)
+            for seed in seeds if variant.seeds is None else range(variant.seeds):
                 parts = asdict(task), asdict(training), asdict(method)  # type: ignore[call-overload]
-                cells.append(Cell(task_name, method_name, seed, *parts))
-    return cells
+                cell = Cell(task_name, variant.method, seed, *parts)
+                cells[cell.key, seed] = cell  # two entries may describe one cell
+    return list(cells.values())
 
 
 @dataclass(frozen=True)
