@@ -143,9 +143,8 @@ class Gaussian:
     def predictive(self, outputs: Outputs) -> GaussianPredictive:
         """One Gaussian per draw; closed form where a Gaussian over means meets a known scale."""
         if isinstance(outputs, GaussianOutputs) and self.scale is not None:
-            spread = outputs.covariance.diagonal(dim1=-2, dim2=-1)
             noise = torch.full_like(outputs.mean, self.scale**2)
-            return GaussianPredictive(outputs.mean[None], noise[None], spread[None])
+            return GaussianPredictive(outputs.mean[None], noise[None], outputs.variance[None])
         mean, scale = self.split(as_draws(outputs))
         return GaussianPredictive(mean, scale.square())
 
@@ -241,13 +240,7 @@ def as_draws(outputs: Outputs) -> Tensor:
     """(L, B, ..., K): the draws, or draws of a Gaussian over outputs (repeatable: a fixed stream)."""
     if isinstance(outputs, Draws):
         return outputs.values
-    mean, covariance = outputs
-    # eigh, not Cholesky: a covariance of rank below K is common (softmax is blind to one direction).
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(LINK_DRAWS, *mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
-    return mean + (root @ noise.unsqueeze(-1)).squeeze(-1)
+    return outputs.draw(LINK_DRAWS)
 
 
 def _sum_positions(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 Params: TypeAlias = dict[str, Tensor]
@@ -62,10 +63,45 @@ class Draws(NamedTuple):
 
 
 class GaussianOutputs(NamedTuple):
-    """A Gaussian over the K outputs of each example or position."""
+    """A Gaussian over the K outputs of each example or position, covariance diag(diagonal) + factor factorᵀ.
+
+    K may be a vocabulary: nothing here is K by K unless `covariance` is asked for.
+    """
 
     mean: Tensor  # (B, ..., K)
-    covariance: Tensor  # (B, ..., K, K)
+    diagonal: Tensor  # (B, ..., K)
+    factor: Tensor | None = None  # (B, ..., K, R)
+
+    @classmethod
+    def of(cls, mean: Tensor, covariance: Tensor) -> GaussianOutputs:
+        """From a covariance (B, ..., K, K), which may be singular."""
+        # eigh, not Cholesky: rank below K is common (softmax is blind to one direction).
+        values, vectors = torch.linalg.eigh(covariance)
+        return cls(mean, torch.zeros_like(mean), vectors * values.clamp_min(0).sqrt().unsqueeze(-2))
+
+    @property
+    def variance(self) -> Tensor:
+        """(B, ..., K)."""
+        return self.diagonal if self.factor is None else self.diagonal + self.factor.square().sum(-1)
+
+    @property
+    def covariance(self) -> Tensor:
+        """(B, ..., K, K)."""
+        spread = torch.diag_embed(self.diagonal)
+        return spread if self.factor is None else spread + self.factor @ self.factor.mT
+
+    def draw(self, draws: int, seed: int = 0) -> Tensor:
+        """(L, B, ..., K): draws from the stream of `seed`, the same on every device."""
+        source = torch.Generator().manual_seed(seed)
+
+        def noise(shape: torch.Size) -> Tensor:
+            return torch.randn(draws, *shape, generator=source, dtype=self.mean.dtype).to(self.mean.device)
+
+        values = self.mean + self.diagonal.sqrt() * noise(self.mean.shape)
+        if self.factor is not None:
+            rank = torch.Size([*self.mean.shape[:-1], self.factor.shape[-1]])
+            values = values + (self.factor @ noise(rank).unsqueeze(-1)).squeeze(-1)
+        return values
 
 
 Outputs: TypeAlias = Draws | GaussianOutputs

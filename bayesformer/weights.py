@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bayesformer import gaussians
+from bayesformer.gaussians import Block
 from bayesformer.seeds import fold
 from bayesformer.types import Params
 
@@ -124,9 +127,79 @@ class GaussianWeights:
         return {name: part for name, part in parts.items() if part is not None}
 
 
+@dataclass(frozen=True)
+class BlockGaussian:
+    """A Gaussian whose covariance is made of blocks over separate weights; weights in no block have no spread."""
+
+    mean: Tensor  # (P,)
+    places: tuple[slice | Tensor, ...]  # where each block's weights lie in the flat vector
+    blocks: tuple[Block, ...]
+    buffers: Params = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return len(self.mean)
+
+    @property
+    def available(self) -> None:
+        """Any number."""
+        return
+
+    def rows(self, draws: int, seed: int = 0) -> Tensor:
+        """Fresh draws from the stream of `seed`; the first draws do not depend on how many follow."""
+        found = self.mean.expand(draws, -1).clone()
+        for i in range(draws):
+            source = torch.Generator(self.mean.device).manual_seed(fold(seed, "weights", i))
+            for place, block in zip(self.places, self.blocks, strict=True):
+                noise = torch.empty(block.size, dtype=self.mean.dtype, device=self.mean.device)
+                found[i, place] += block.colour(noise.normal_(generator=source))
+        return found
+
+    def variance(self) -> Tensor:
+        """(P,): the variance of every weight."""
+        spread = torch.zeros_like(self.mean)
+        for place, block in zip(self.places, self.blocks, strict=True):
+            spread[place] = block.diagonal()
+        return spread
+
+    def tensors(self) -> Params:
+        """The mean, and every block's place and parts."""
+        found = {"mean": self.mean}
+        for i, (place, block) in enumerate(zip(self.places, self.blocks, strict=True)):
+            kind, parts = gaussians.to_tensors(block)
+            where = torch.tensor([place.start, place.stop]) if isinstance(place, slice) else place
+            how = "slice" if isinstance(place, slice) else "index"
+            found[f"block.{i}.{how}"] = where
+            found |= {f"block.{i}.{kind}.{name}": part for name, part in parts.items()}
+        return found
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> BlockGaussian:
+        """The law that `tensors()` described."""
+        places: dict[int, slice | Tensor] = {}
+        parts: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        kinds: dict[int, str] = {}
+        for name, tensor in tensors.items():
+            if not name.startswith("block."):
+                continue
+            _, number, kind, *part = name.split(".")
+            if kind == "slice":
+                places[int(number)] = slice(*tensor.tolist())
+            elif kind == "index":
+                places[int(number)] = tensor
+            else:
+                kinds[int(number)], parts[int(number)][part[0]] = kind, tensor
+        order = sorted(places)
+        blocks = tuple(gaussians.from_tensors(kinds[i], parts[i]) for i in order)
+        return cls(tensors["mean"], tuple(places[i] for i in order), blocks)
+
+
 def from_tensors(tensors: Mapping[str, Tensor]) -> Weights:
     """The law that `tensors()` described."""
     if "theta" in tensors:
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
         return Samples(tensors["theta"], buffers)
+    if any(name.startswith("block.") for name in tensors):
+        return BlockGaussian.from_tensors(tensors)
     return GaussianWeights(tensors["mean"], tensors.get("sd"), tensors.get("factor"), tensors.get("tril"))

@@ -116,7 +116,7 @@ def test_predictive_averages_probabilities_not_logits():
 
 def test_gaussian_over_outputs_has_a_closed_form_for_known_noise():
     mean, root = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, 2, dtype=torch.float64)
-    predictive = Gaussian(scale=0.5).predictive(GaussianOutputs(mean, root @ root.mT))
+    predictive = Gaussian(scale=0.5).predictive(GaussianOutputs.of(mean, root @ root.mT))
     spread = (root @ root.mT).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(predictive.variance, spread + 0.25)
     torch.testing.assert_close(predictive.epistemic, spread.sum(-1))
@@ -129,7 +129,7 @@ def test_gaussian_over_outputs_has_a_closed_form_for_known_noise():
 def test_gaussian_over_logits_is_sampled_with_its_covariance():
     root = torch.randn(1, 3, 3, dtype=torch.float64)
     covariance = root @ root.mT
-    outputs = GaussianOutputs(torch.randn(1, 3, dtype=torch.float64), covariance)
+    outputs = GaussianOutputs.of(torch.randn(1, 3, dtype=torch.float64), covariance)
     from bayesformer.likelihoods import as_draws
 
     draws = as_draws(outputs)
