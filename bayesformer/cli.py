@@ -99,7 +99,24 @@ def parser() -> argparse.ArgumentParser:
     predict.add_argument("data", type=Path, help="a .csv, .npy, .npz (key inputs) or .safetensors (key inputs) file")
     predict.add_argument("--output", type=Path, help="CSV file (standard output)")
     predict.add_argument("--draws", type=int, help="posterior draws (all)")
+    _add_study(verbs)
     return main_parser
+
+
+def _add_study(verbs: Any) -> None:
+    study = verbs.add_parser(
+        "study",
+        help="answer a question by many runs and one figure",
+        description="cold: log-likelihood against temperature for variational inference, SGHMC serial and parallel "
+        "and Laplace, each against the MLE. Runs the missing cells, draws RESULTS/cold.svg and prints a table with "
+        "the temperature that validation data choose. Call it again to resume or extend. "
+        "The task imdb needs its files: see BAYESFORMER_DATA in the README.",
+    )
+    study.add_argument("name", choices=["cold"], help="which study")
+    study.add_argument("--tasks", default="toy/m1,imdb", help="comma-separated task names (toy/m1,imdb)")
+    study.add_argument("--seeds", type=int, default=3, help="training seeds (3)")
+    study.add_argument("--results", type=Path, default=Path("results/cold"), help="results folder (results/cold/)")
+    _add_workers(study, 1)
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
@@ -112,7 +129,9 @@ def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = parser().parse_args(argv)
-    verb = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict}[arguments.verb]
+    verb = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}[
+        arguments.verb
+    ]
     try:
         return verb(arguments)
     except (ValueError, FileNotFoundError, DamagedFileError) as error:
@@ -228,6 +247,22 @@ def predict(arguments: argparse.Namespace) -> int:
             write_predictions(predictive, file)
         print(f"wrote {arguments.output}")
     return 0
+
+
+def study(arguments: argparse.Namespace) -> int:
+    """Run a study's missing cells and draw its figure."""
+    from bayesformer.bench.runner import load_results
+    from bayesformer.study import cold
+
+    cells = cold.cells([t.strip() for t in arguments.tasks.split(",")], _seed_list(arguments.seeds))
+    arguments.no_posteriors = True
+    code = _run_cells(cells, arguments.results, arguments.workers, arguments)
+    keys = {(cell.task, cell.key, cell.seed) for cell in cells}
+    results = [r for r in load_results(arguments.results) if (r["task"], r["key"], r["seed"]) in keys]
+    if results:
+        print(cold.table(results))
+        print(f"figure: {cold.figure(results, arguments.results / 'cold.svg')}")
+    return code
 
 
 def _run_and_report(

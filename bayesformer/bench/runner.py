@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bayesformer import evaluate, traces
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
-from bayesformer.dataset import Data
+from bayesformer.dataset import Data, first_tensor
 from bayesformer.engine import Strategy, run_in_processes
 from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.methods import METHODS, Method, Problem, build_method
@@ -39,6 +38,7 @@ from bayesformer.progress import Reporter, Silent
 from bayesformer.settings import override, summary
 from bayesformer.storage import read_json, write_json
 from bayesformer.train import Training
+from bayesformer.types import Inputs
 
 FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
 ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
@@ -297,12 +297,12 @@ class _Asker:
         self.posterior, self.options = posterior, options
         self.seconds, self.examples = 0.0, 0
 
-    def __call__(self, inputs: Tensor) -> Predictive:
+    def __call__(self, inputs: Inputs) -> Predictive:
         start = time.perf_counter()
         options = self.options
         predictive = self.posterior.predict(inputs, strategy=options.strategy, workers=options.workers)
         self.seconds += time.perf_counter() - start
-        self.examples += len(inputs)
+        self.examples += len(first_tensor(inputs))
         return predictive
 
 

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer import evaluate
-from bayesformer.data import digits, toy
+from bayesformer.data import digits, imdb, toy
 from bayesformer.dataset import Data
 from bayesformer.errors import unknown_name
 from bayesformer.evaluate.process import Gap
 from bayesformer.likelihoods import Categorical, Gaussian, Likelihood
-from bayesformer.models.transformer import Encoder, Regressor
+from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 from bayesformer.seeds import generator
 from bayesformer.train import Training
+from bayesformer.types import Inputs
 
 
 class TaskData(NamedTuple):
@@ -63,11 +64,11 @@ class Task(Protocol):
         """A fresh model."""
         ...
 
-    def evaluate(self, ask: Callable[[Tensor], Predictive], data: TaskData) -> Evaluation:
+    def evaluate(self, ask: Callable[[Inputs], Predictive], data: TaskData) -> Evaluation:
         """Judge a posterior, asked through `ask(inputs)`."""
         ...
 
-    def inputs(self, rows: Tensor) -> Tensor:
+    def inputs(self, rows: Tensor) -> Inputs:
         """Model inputs from raw rows of a data file."""
         ...
 
@@ -126,7 +127,7 @@ class ToySeries:
         """A causal transformer that predicts the mean and scale of the next value."""
         return Regressor(Encoder(dim=self.dim, depth=self.depth, heads=self.heads, causal=True))
 
-    def evaluate(self, ask: Callable[[Tensor], Predictive], data: TaskData) -> Evaluation:
+    def evaluate(self, ask: Callable[[Inputs], Predictive], data: TaskData) -> Evaluation:
         """Scores, and the gap to the oracle on the same sequences."""
         test = data.test
         assert isinstance(test.inputs, Tensor)
@@ -191,7 +192,7 @@ class DigitsVit:
         """A vision transformer with 10 classes."""
         return VisionTransformer(8, self.patch, 1, 10, dim=self.dim, depth=self.depth, heads=self.heads)
 
-    def evaluate(self, ask: Callable[[Tensor], Predictive], data: TaskData) -> Evaluation:
+    def evaluate(self, ask: Callable[[Inputs], Predictive], data: TaskData) -> Evaluation:
         """Scores on the test digits, and how well entropy tells outsiders from them."""
         assert isinstance(data.test.inputs, Tensor)
         predictive = ask(data.test.inputs)
@@ -206,9 +207,63 @@ class DigitsVit:
         return (rows.reshape(-1, 1, 8, 8) - data.mean) / data.std
 
 
+@dataclass(frozen=True)
+class ImdbReviews:
+    """Movie reviews, positive or negative, by a transformer trained from scratch; needs BAYESFORMER_DATA."""
+
+    train: int = 4000
+    """training reviews"""
+    validation: int = 1000
+    """validation reviews"""
+    test: int = 4000
+    """test reviews"""
+    words: int = 10000
+    """size of the vocabulary"""
+    length: int = 128
+    """words kept of a review, from its end"""
+    data_seed: int = 0
+    """which reviews"""
+    dim: int = 64
+    """width of the transformer"""
+    depth: int = 1
+    """blocks"""
+    heads: int = 2
+    """attention heads"""
+
+    primary: ClassVar[str] = "log_likelihood"
+    likelihood: ClassVar[Likelihood] = Categorical()
+
+    @property
+    def training(self) -> Training:
+        """A few epochs: without pretraining, the words are learned by heart soon."""
+        return Training(epochs=10, batch_size=50, lr=1e-3, warmup=100, patience=4)
+
+    def load(self) -> TaskData:
+        """Three disjoint sets of reviews."""
+        reviews = imdb.load(self.train, self.validation, self.test, self.words, self.length, self.data_seed)
+        return TaskData(reviews.train, reviews.validation, reviews.test, probes={})
+
+    def model(self) -> nn.Module:
+        """An encoder whose mean over the words is classified."""
+        encoder = Encoder(dim=self.dim, depth=self.depth, heads=self.heads, max_length=self.length, mlp_ratio=4)
+        return SequenceClassifier(encoder, self.words, 2)
+
+    def evaluate(self, ask: Callable[[Inputs], Predictive], data: TaskData) -> Evaluation:
+        """Scores on the test reviews."""
+        return classification_evaluation(ask(data.test.inputs), data.test, {})
+
+    def inputs(self, rows: Tensor) -> Inputs:
+        """(N, T) token numbers, 0 where a review has ended."""
+        if rows.dim() != 2 or rows.shape[1] > self.length:
+            raise ValueError(f"reviews must be rows of at most {self.length} token numbers; got {tuple(rows.shape)}.")
+        ids = rows.long()
+        return {"input_ids": ids, "attention_mask": imdb.mask_of(ids)}
+
+
 TASKS: dict[str, Callable[[], Task]] = {
     **{f"toy/{name}": partial(ToySeries, name) for name in toy.SERIES},
     "digits": DigitsVit,
+    "imdb": ImdbReviews,
 }
 
 
@@ -233,8 +288,9 @@ def classification_evaluation(predictive: Predictive, test: Data, outsiders: Map
     figures = {
         "reliability": evaluate.reliability(predictive, test.targets),
         "entropy": _entropies({"test": predictive, **outsiders}),
-        "examples": _examples(predictive, test),
     }
+    if isinstance(test.inputs, Tensor):  # images, which can be shown
+        figures["examples"] = _examples(predictive, test)
     return Evaluation(metrics, None, None, figures)
 
 

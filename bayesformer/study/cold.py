@@ -1,0 +1,138 @@
+"""The cold posterior effect: log-likelihood against temperature (Wenzel et al. 2020).
+
+A posterior raised to 1/T is Bayes at T = 1 and a point at T = 0. If the predictive is best below 1, the posterior
+is cold: either the model or the prior is wrong, or inference is. Compared are variational inference, SGHMC with
+one long chain (serial), SGHMC with many chains of one draw each (parallel) and the Laplace approximation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bayesformer.bench.report.plot import Plot
+from bayesformer.bench.report.scale import Scale
+from bayesformer.bench.report.standalone import Key, write_figure
+from bayesformer.bench.runner import Cell, plan
+from bayesformer.bench.statistics import summarise
+
+TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)
+CHAINS = 5
+EPOCHS = {"toy": 40, "imdb": 6}  # the same for every method and temperature
+METHODS = {
+    "vi": "variational",
+    "serial": "SGHMC, one chain",
+    "parallel": f"SGHMC, {CHAINS} chains",
+    "laplace": "Laplace",
+}
+
+
+def cells(tasks: Sequence[str], seeds: Sequence[int], temperatures: Sequence[float] = TEMPERATURES) -> list[Cell]:
+    """Every method at every temperature, and the MLE to compare with."""
+    hot = list(temperatures)
+    methods: list[str | dict[str, Any]] = [
+        "mle",
+        {"name": "vi", "temperature": hot, "warm_up": 0.5},
+        {"name": "sghmc", "temperature": hot},
+        {"name": "sghmc", "temperature": hot, "chains": CHAINS, "draws": 1, "burn_in": 0.0},
+        {"name": "laplace", "temperature": hot},
+    ]
+    from bayesformer.methods import METHODS as known
+    methods = [m for m in methods if isinstance(m, str) or m["name"] in known]
+    found = []
+    for task in tasks:
+        epochs = EPOCHS.get(task.partition("/")[0])
+        settings: dict[str, Any] = {"training": {"epochs": epochs}} if epochs else {}
+        if task.startswith("toy/"):
+            settings[task] = {"test": 1000}
+        found += plan([task], methods, seeds, settings)
+    return found
+
+
+def line_of(result: dict[str, Any]) -> str:
+    """Which line of the figure a result belongs to."""
+    if result["method"] != "sghmc":
+        return result["method"]
+    return "parallel" if result["settings"]["method"]["chains"] > 1 else "serial"
+
+
+def figure(results: Sequence[dict[str, Any]], path: Path) -> Path:
+    """One panel per task: mean log-likelihood over seeds with its spread, against temperature."""
+    by_task: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        by_task[result["task"]].append(result)
+    if not by_task:
+        raise ValueError("results must hold at least one result; got none.")
+    panels = [(task, _panel(found)) for task, found in sorted(by_task.items())]
+    present = {line_of(result) for result in results}
+    key = [Key(label, f"m{i}", i) for i, (name, label) in enumerate(METHODS.items()) if name in present]
+    return write_figure(path, panels, [*key, Key("MLE", "m", None)])
+
+
+def curve(results: Sequence[dict[str, Any]], name: str) -> dict[float, tuple[float, float]]:
+    """Temperature -> mean and standard deviation of the log-likelihood over seeds, of one line."""
+    values: dict[float, list[float]] = defaultdict(list)
+    for result in results:
+        if line_of(result) == name:
+            values[result["settings"]["method"]["temperature"]].append(result["metrics"]["log_likelihood"])
+    found = {}
+    for temperature, scores in sorted(values.items()):
+        summary = summarise(scores)
+        if summary is not None:
+            found[temperature] = summary.mean, summary.sd or 0.0
+    return found
+
+
+def _panel(results: Sequence[dict[str, Any]]) -> Plot:
+    curves = {name: curve(results, name) for name in METHODS}
+    baseline = [r["metrics"]["log_likelihood"] for r in results if r["method"] == "mle"]
+    levels = [m + k * s for line in curves.values() for m, s in line.values() for k in (-1, 1)] + baseline
+    y = Scale.over(_without_outliers(levels, baseline), pad=0.08)
+    x = Scale.over([t for line in curves.values() for t in line] or [1.0], log=True, pad=0.05)
+    plot = Plot(x, y, 380, 260, "temperature", "log-likelihood, nats", clip=True)
+    if baseline:
+        level = sum(baseline) / len(baseline)
+        plot.line([x.low, x.high], [level, level], "guide")
+    for i, line in enumerate(curves.values()):
+        hot, means = list(line), [m for m, _ in line.values()]
+        spread = [s for _, s in line.values()]
+        pairs = list(zip(means, spread, strict=True))
+        plot.band(hot, [m - s for m, s in pairs], [m + s for m, s in pairs], f"soft m{i}")
+        plot.line(hot, means, f"stroke m{i}")
+        for t, m in zip(hot, means, strict=True):
+            plot.point(t, m, f"fill m{i}", shape=i)
+    return plot
+
+
+def _without_outliers(levels: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Levels within ten times the spread of the better half, so that one failed run does not flatten the rest."""
+    kept = sorted((v for v in levels if math.isfinite(v)), reverse=True)
+    half = kept[: max(2, len(kept) // 2)]
+    floor = half[0] - 10 * (half[0] - half[-1])
+    return [v for v in kept if v >= floor] + list(baseline)
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the best temperature of every line by validation, and what it gains over 1 on test data."""
+    rows = ["| task | method | T by validation | test at T | test at 1 | MLE |", "|---|---|---|---|---|---|"]
+    for task in sorted({r["task"] for r in results}):
+        found = [r for r in results if r["task"] == task]
+        baseline = summarise(r["metrics"]["log_likelihood"] for r in found if r["method"] == "mle")
+        for name, label in METHODS.items():
+            mine = [r for r in found if line_of(r) == name]
+            if not mine:
+                continue
+            validation: dict[float, list[float]] = defaultdict(list)
+            for result in mine:
+                validation[result["settings"]["method"]["temperature"]].append(result["validation"])
+            best = max(validation, key=lambda t: sum(validation[t]) / len(validation[t]))
+            scores = curve(mine, name)
+            at, one = scores[best], scores.get(1.0, (math.nan, 0.0))
+            base = "–" if baseline is None else f"{baseline.mean:.3f}"
+            rows.append(
+                f"| {task} | {label} | {best:g} | {at[0]:.3f} ± {at[1]:.3f} | {one[0]:.3f} ± {one[1]:.3f} | {base} |"
+            )
+    return "\n".join(rows)
