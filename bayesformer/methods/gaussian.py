@@ -272,7 +272,7 @@ class Ekf:
 
     kind: Literal["diag", "dense"] = "diag"
     """one precision per weight, or all of them (a few thousand weights)"""
-    sd: float = 0.01
+    sd: float = 0.003
     """standard deviation of the weights around the start before the pass"""
     transition_sd: float = 0.0
     """how far weights may wander between batches"""
