@@ -5,6 +5,8 @@ Predictions are the better witness. Weights of a network wander along symmetries
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,25 @@ def summarise(traces: Tensor) -> dict[str, float]:
         raise ValueError("traces must hold a quantity that moves; all draws are equal.")
     found: TraceSummary = trace_summary(traces[..., moving].double())
     return {"rhat": found.rhat.max().item(), "ess": found.ess.median().item()}
+
+
+def picture(posterior: Posterior, inputs: Inputs, weights: int = 2, predictions: int = 2) -> list[dict[str, Any]]:
+    """A few traces to draw: [{"name": ..., "chains": [[...], ...]}], predictions first, then named weights."""
+    seen = function_traces(posterior, inputs, predictions)
+    found = [(f"output {i + 1} of {seen.shape[-1]}", seen[..., i]) for i in range(seen.shape[-1])]
+    rows = posterior.weights.rows(posterior.draws)
+    spread = rows.std(0)
+    moving = [name for name, views in posterior.layout.views(spread).items() if (views > 0).any()]
+    # The first and the last of the weights that move: in most networks the embedding and the head.
+    for name in (moving[:1] + moving[-1:])[:weights]:
+        most = posterior.layout.views(spread)[name].argmax()
+        trace = _by_chain(posterior, posterior.sample()[name].flatten(1)[:, most, None], 1)
+        found.append((f"{name}[{int(most)}]", trace[..., 0]))
+    return [{"name": name, "chains": _rounded(trace)} for name, trace in found]
+
+
+def _rounded(trace: Tensor) -> Any:
+    return [[float(f"{value:.5g}") for value in chain] for chain in trace.tolist()]
 
 
 def _by_chain(posterior: Posterior, rows: Tensor, most: int) -> Tensor:

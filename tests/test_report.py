@@ -96,7 +96,12 @@ def _toy_figures(rng):
     for name, width in (("", 0.5), ("aleatoric_", 0.4), ("oracle_", 0.3)):
         band |= {f"{name}low": mean - width, f"{name}high": mean + width}
     bands = [{name: values.tolist() for name, values in band.items()}] * 3
-    return {"coverage": {"levels": levels, "coverage": [v**1.3 for v in levels]}, "bands": bands}
+    chains = rng.normal(size=(2, 30)).tolist()
+    return {
+        "coverage": {"levels": levels, "coverage": [v**1.3 for v in levels]},
+        "bands": bands,
+        "traces": [{"name": "projection.weight[3]", "chains": chains}],
+    }
 
 
 def _class_figures(rng):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bayesformer as bf
-from bayesformer.traces import function_traces, summarise, weight_traces
+from bayesformer.traces import function_traces, picture, summarise, weight_traces
 from bayesformer.weights import Samples
 from tests.nets import Mlp
 
@@ -38,3 +38,17 @@ def test_wrong_questions_are_named():
         weight_traces(posterior(torch.randn(8, 50), 2), "net.9.bias")
     with pytest.raises(ValueError, match="all draws are equal"):
         summarise(torch.ones(2, 6, 3))
+
+
+def test_a_picture_names_what_it_shows():
+    theta = torch.randn(10, 50)
+    theta[:, :3] = 1.0  # weights that do not move are not worth a picture
+    shown = picture(posterior(theta, 2), torch.randn(3, 3))
+    assert [trace["name"] for trace in shown[:2]] == ["output 1 of 2", "output 2 of 2"]
+    for trace in shown:
+        assert [len(chain) for chain in trace["chains"]] == [5, 5]
+    layout = posterior(theta, 2).layout
+    for trace in shown[2:]:
+        name, _, index = trace["name"].removesuffix("]").partition("[")
+        expected = layout.views(theta)[name].flatten(1)[:, int(index)].view(2, 5)
+        torch.testing.assert_close(torch.tensor(trace["chains"]), expected, rtol=1e-4, atol=1e-5)

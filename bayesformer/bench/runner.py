@@ -267,8 +267,9 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         evaluation = task.evaluate(ask, data)
     validation = _validation_score(posterior, data.validation, options)
     if len(posterior.theta) >= traces.LEAST * posterior.facts.get("chains", len(posterior.theta)):
-        seen = traces.function_traces(posterior, data.validation.take(slice(0, 20)).inputs)
-        evaluation.metrics.update(traces.summarise(seen))
+        few = data.validation.take(slice(0, 20)).inputs
+        evaluation.metrics.update(traces.summarise(traces.function_traces(posterior, few)))
+        evaluation.figures["traces"] = traces.picture(posterior, few)
     if evaluation.gap is not None:
         evaluate.check_not_above(evaluation.gap, label=str(cell))
     if options.keep_posteriors:

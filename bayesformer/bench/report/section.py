@@ -12,6 +12,7 @@ from bayesformer.bench.report.figures import bands, coverage, entropy, reliabili
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import cell, details, entry_name, heading, row, scores, small, table
 from bayesformer.bench.report.ranking import ranking
+from bayesformer.bench.report.traces import traces
 from bayesformer.bench.report.wording import (
     SMALL,
     count,
@@ -25,7 +26,7 @@ from bayesformer.bench.report.wording import (
 )
 from bayesformer.bench.statistics import by_seed, part, summarise
 
-FIGURES: tuple[Callable[[Report, Task], Html | None], ...] = (reliability, coverage, entropy, bands, examples)
+FIGURES: tuple[Callable[[Report, Task], Html | None], ...] = (reliability, coverage, entropy, bands, examples, traces)
 """Drawn in this order where a task recorded what they need."""
 
 

@@ -1,0 +1,63 @@
+"""The cold posterior study: which cells it runs, what its curves and its table say."""
+
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from bayesformer.bench.runner import METHODS
+from bayesformer.study import cold
+
+
+def result(method, temperature, seed, score, validation, task="toy/m1", chains=1):
+    settings = {"temperature": temperature, "chains": chains} if temperature else {}
+    return {
+        "task": task,
+        "method": method,
+        "seed": seed,
+        "settings": {"method": settings},
+        "metrics": {"log_likelihood": score},
+        "validation": validation,
+    }
+
+
+def results():
+    found = [result("mle", None, seed, -3.0, -3.0) for seed in (0, 1)]
+    for temperature, score, validation in [(1.0, -5.0, -5.0), (0.1, -2.0, -2.2), (0.01, -1.9, -2.5)]:
+        for seed in (0, 1):
+            found.append(result("sghmc", temperature, seed, score + seed, validation))
+            found.append(result("sghmc", temperature, seed, score - 1, validation, chains=5))
+    return found
+
+
+def test_curves_average_over_seeds_and_keep_the_lines_apart():
+    serial, parallel = cold.curve(results(), "serial"), cold.curve(results(), "parallel")
+    assert list(serial) == [0.01, 0.1, 1.0]
+    assert serial[1.0] == (-4.5, pytest.approx(0.5**0.5))
+    assert parallel[1.0] == (-6.0, 0.0)
+
+
+def test_the_table_chooses_by_validation_and_shows_the_test():
+    line = next(row for row in cold.table(results()).splitlines() if "one chain" in row)
+    # 0.01 has the better test score, but the validation data prefer 0.1.
+    assert [part.strip() for part in line.split("|")[3:7]] == ["0.1", "-1.500 ± 0.707", "-4.500 ± 0.707", "-3.000"]
+
+
+def test_the_figure_is_a_picture_with_every_line(tmp_path):
+    path = cold.figure(results(), tmp_path / "deep" / "cold.svg")
+    text = path.read_text()
+    tree = xml.fromstring(text)
+    assert tree.tag.endswith("svg")
+    assert "SGHMC, one chain" in text
+    assert "variational" not in text
+    assert text.count("stroke m1") == text.count("stroke m2") == 1
+    with pytest.raises(ValueError, match="at least one result"):
+        cold.figure([], tmp_path / "none.svg")
+
+
+def test_every_method_has_every_temperature_and_the_same_training():
+    cells = cold.cells(["toy/m1"], [0, 1], (1.0, 0.1))
+    assert len({str(cell.training) for cell in cells}) == 1
+    hot = [cell for cell in cells if cell.method != "mle"]
+    assert {cell.method for cell in hot} <= set(METHODS)
+    assert {cell.method_settings["temperature"] for cell in hot} == {1.0, 0.1}
+    assert len(cells) == 2 + 2 * len({cell.key for cell in hot})
