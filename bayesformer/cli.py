@@ -85,6 +85,11 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("results", type=Path, help="results folder, e.g. runs/")
     report.add_argument("--output", type=Path, help="the page (RESULTS/report.html)")
     report.add_argument("--title", default="bayesformer report", help="title of the page")
+    report.add_argument("--markdown", action="store_true", help="print one table over all tasks instead of a page")
+    report.add_argument("--metric", help="with --markdown: the metric (gap to the oracle, or the task's primary)")
+    report.add_argument(
+        "--choose", metavar="SETTING", help="with --markdown: validation scores of each value of a setting"
+    )
 
     listing = verbs.add_parser("list", help="tasks and methods, each with one line")
     listing.add_argument("--settings", action="store_true", help="also every setting with its default and meaning")
@@ -196,6 +201,12 @@ def report(arguments: argparse.Namespace) -> int:
     results = load_results(arguments.results)
     if not results:
         raise ValueError(f"results folder {arguments.results} must hold at least one result; it holds none.")
+    if arguments.markdown or arguments.choose:
+        from bayesformer.bench import markdown
+
+        choose, metric = arguments.choose, arguments.metric
+        print(markdown.choice_table(results, choose) if choose else markdown.comparison(results, metric))
+        return 0
     path = write_report(results, arguments.output or arguments.results / "report.html", title=arguments.title)
     print(f"wrote {path}")
     return 0

@@ -1,0 +1,100 @@
+"""Results as Markdown, for documents: one row per method, one column per task."""
+
+from __future__ import annotations
+
+import statistics as stats
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bayesformer.bench.statistics import Standing, standings
+from bayesformer.errors import unknown_name
+from bayesformer.evaluate.catalogue import describe
+
+SIGNS = {"better": " ▲", "worse": " ▼"}
+
+
+def comparison(results: Sequence[dict[str, Any]], metric: str | None = None) -> str:
+    """Mean ± standard deviation over seeds; ▲ ▼ significantly better or worse than the MLE of the same task.
+
+    The metric is the gap to the oracle where there is one, else each task's primary metric. Rows are ordered by
+    their mean over the tasks, those that were not run on all of them last.
+    """
+    tasks = sorted({r["task"] for r in results})
+    columns = {task: _column([r for r in results if r["task"] == task], task, metric) for task in tasks}
+    rows = sorted({name for column in columns.values() for name in column})
+    most = max(s.summary.n for column in columns.values() for s in column.values() if s.summary)
+
+    def place(name: str) -> tuple[bool, float]:
+        found = [s.summary.mean for c in columns.values() if (s := c.get(name)) and s.summary]
+        return len(found) < len(tasks), -stats.fmean(found) if found else 0.0
+
+    lines = [f"| method | {' | '.join(tasks)} |", "|---|" + "---|" * len(tasks)]
+    for name in sorted(rows, key=place):
+        cells = [_cell(columns[task].get(name), most) for task in tasks]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _column(results: Sequence[dict[str, Any]], task: str, metric: str | None) -> dict[str, Standing]:
+    known = {name for r in results for name in r["metrics"]}
+    name = metric or ("oracle_gap" if "oracle_gap" in known else results[0]["primary"])
+    if name not in known:
+        raise unknown_name("metric", name, known)
+    # The tables of priors are named after their task; as a row they are one method.
+    short = task.rpartition("/")[2]
+    found = standings(results, name, describe(name).better)
+    return {_label(s.entry.label, short): s for s in found}
+
+
+def _label(label: str, short: str) -> str:
+    return label.replace(f"improved/{short}", "improved").replace("encoder.blocks.*.attention.*", "attention")
+
+
+def _cell(standing: Standing | None, most: int) -> str:
+    if standing is None or standing.summary is None:
+        return "–"
+    mean, sd, n = standing.summary
+    text = f"{mean:.3f}" if sd is None else f"{mean:.3f} ± {sd:.3f}"
+    few = "" if n == most else f" ({n})"
+    return f"{text}{few}{SIGNS.get(standing.verdict, '')}"
+
+
+def choices(results: Sequence[dict[str, Any]], setting: str) -> dict[str, dict[Any, float]]:
+    """Method -> value of a setting -> mean validation log-likelihood over the tasks and seeds all values share.
+
+    Methods whose runs all have one value are left out: there was no choice.
+    """
+    groups: dict[str, dict[Any, dict[tuple[str, int], float]]] = defaultdict(lambda: defaultdict(dict))
+    for result in results:
+        method: Mapping[str, Any] = result["settings"]["method"]
+        if setting in method:
+            cell = result["task"], int(result["seed"])
+            groups[_family(result, setting)][method[setting]][cell] = result["validation"]
+    found = {}
+    for name, values in groups.items():
+        shared = set.intersection(*(set(cells) for cells in values.values()))
+        if len(values) > 1 and shared:
+            found[name] = {v: stats.fmean(cells[c] for c in shared) for v, cells in sorted(values.items())}
+    return found
+
+
+def _family(result: Mapping[str, Any], setting: str) -> str:
+    """The method's label without the setting."""
+    kept = [p for p in str(result.get("variant") or "").split(", ") if p and not p.startswith(f"{setting}=")]
+    # Settings such as normal(0, 1) hold a comma themselves: what was split is put together again.
+    label = f"{result['method']} ({', '.join(kept)})" if kept else str(result["method"])
+    return _label(label, str(result["task"]).rpartition("/")[2])
+
+
+def choice_table(results: Sequence[dict[str, Any]], setting: str) -> str:
+    """Every choice as a table, the chosen value in bold."""
+    found = choices(results, setting)
+    values = sorted({v for scores in found.values() for v in scores})
+    lines = [f"| validation log-likelihood at {setting} | {' | '.join(map(str, values))} |"]
+    lines.append("|---|" + "---|" * len(values))
+    for name, scores in sorted(found.items()):
+        best = max(scores, key=scores.__getitem__)
+        cells = ["–" if v not in scores else f"{'**' * (v == best)}{scores[v]:.3f}{'**' * (v == best)}" for v in values]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
