@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from bayesformer.dataset import map_inputs
 from bayesformer.distributions import Distribution
-from bayesformer.functional import THETA
+from bayesformer.functional import THETA, pieces
 from bayesformer.likelihoods import Likelihood
 from bayesformer.priors import Prior
 from bayesformer.types import Batch, Inputs, LogJoint, Params
@@ -210,9 +210,9 @@ class FlatPrior:
         """Add scale · gradient to `grad`; returns scale · log prior, () or (L,)."""
         value = theta.new_zeros(theta.shape[:-1])
         for run, law in self.runs:
-            weights = theta[..., run]
-            grad[..., run].add_(law.score(weights), alpha=scale)
-            value = value + law.log_prob(weights).sum(-1)
+            for weights, slope in pieces(theta[..., run], grad[..., run]):
+                slope.add_(law.score(weights), alpha=scale)
+                value = value + law.log_prob(weights).sum(-1)
         return scale * value
 
 

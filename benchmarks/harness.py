@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from bayesformer.bench.memory import PeakMemory
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -21,7 +23,7 @@ class Comparison:
     name: str
     candidate: Callable[[], object]
     baseline: Callable[[], object]
-    budget: float
+    budget: float | None  # None: a peer, shown for comparison
     candidate_units: float = 1.0
     baseline_units: float = 1.0
     rounds: int = 9
@@ -37,14 +39,18 @@ class Ratio:
     ratio: float
     low: float  # 10th percentile over rounds
     high: float  # 90th
-    budget: float
+    budget: float | None
     ok: bool
     rounds: int
     baseline_ms: float
+    peak_mib: float | None  # extra memory at the peak of one call of the candidate
+    baseline_mib: float | None
 
     def __str__(self) -> str:
-        verdict = "ok" if self.ok else "OVER"
-        return f"{self.name:<58} {self.ratio:7.3f}  [{self.low:.3f}, {self.high:.3f}]  <= {self.budget:<5g} {verdict}"
+        verdict = "peer" if self.budget is None else f"<= {self.budget:<5g} {'ok' if self.ok else 'OVER'}"
+        memory = "" if self.peak_mib is None else f"{self.peak_mib:.0f} / {self.baseline_mib:.0f} MiB"
+        spread = f"[{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.name:<58} {self.ratio:7.3f}  {spread:<18} {verdict:<14} {memory}"
 
 
 def measure(comparison: Comparison) -> Ratio:
@@ -67,16 +73,24 @@ def measure(comparison: Comparison) -> Ratio:
     ratios.sort()
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
     middle = statistics.median(ratios)
+    peaks = [None, None] if comparison.wall else [_peak(work) for work in sides.values()]
     return Ratio(
         comparison.name,
         round(middle, 4),
         round(low, 4),
         round(high, 4),
         comparison.budget,
-        middle <= comparison.budget,
+        comparison.budget is None or middle <= comparison.budget,
         comparison.rounds,
         round(statistics.median(baselines) * 1e3, 4),
+        *peaks,
     )
+
+
+def _peak(work: Callable[[], object]) -> float | None:
+    with PeakMemory() as memory:
+        work()
+    return memory.mib
 
 
 def report(ratios: list[Ratio], path: Path) -> None:

@@ -3,41 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
-from bayesformer.dataset import Data
+from bayesformer.engine import Strategy
 from bayesformer.functional import THETA
 from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag
 from bayesformer.layers import convert
+from bayesformer.methods import Problem, Sghmc
 from bayesformer.methods.layers import Penalty
 from bayesformer.methods.members import build_optimiser
-from bayesformer.network import FlatLogJoint, FlatModel
+from bayesformer.network import FlatLogJoint, FlatModel, apply
 from bayesformer.priors import as_prior
 from bayesformer.train import Training
 from bayesformer.types import LogJoint, Transform
 from benchmarks.harness import Comparison
+from benchmarks.peers import peers
+from benchmarks.workloads import Workload, minilm, of_task
 
-STEPS = 12  # per round: a round is a fraction of a second
 TRAINING = Training(lr=1e-3, warmup=50)
 
 
 def comparisons() -> Iterator[Comparison]:
     """All comparisons of this file."""
+    workloads = [of_task("toy", "toy/m1"), of_task("vit", "digits"), minilm()]
+    for work in [w for w in workloads if w is not None]:
+        yield from steps(work)
     for label, name in {"toy": "toy/m1", "vit": "digits"}.items():
-        task = TASKS[name]()
-        plain = adam_steps(task)
-        for algorithm, (build, budget) in ALGORITHMS.items():
-            yield Comparison(f"{algorithm} step, {label}", flat_steps(task, build), plain, budget, rounds=25)
-        yield Comparison(
-            f"mean-field step, local reparameterisation, {label}",
-            flat_steps(task, build_optimiser, prepare=convert, penalty=Penalty(1.0)),
-            plain,
-            2.5,
-            rounds=25,
-        )
+        yield chains_in_one_process(label, TASKS[name]())
+    yield chains_in_two_processes("toy", TASKS["toy/m1"]())
+
+
+def steps(work: Workload) -> Iterator[Comparison]:
+    """One step of every algorithm and of every peer on one workload."""
+    plain = adam_steps(work)
+    for algorithm, (build, budget) in ALGORITHMS.items():
+        limit = 1.6 if work.label == "MiniLM" and algorithm in {"diagonal vi", "ivon"} else budget
+        yield Comparison(f"{algorithm} step, {work.label}", flat_steps(work, build), plain, limit, rounds=work.rounds)
+    local = flat_steps(work, build_optimiser, prepare=convert, penalty=Penalty(1.0))
+    name = f"mean-field step, local reparameterisation, {work.label}"
+    yield Comparison(name, local, plain, 2.5, rounds=work.rounds)
+    for name, run in peers(work):
+        yield Comparison(f"{name} step, {work.label}", run, plain, None, rounds=max(3, work.rounds // 3))
+
+
+def chains_in_one_process(label: str, task: Task) -> Comparison:
+    """Ten SGHMC chains through the engine, in units of one."""
+    problem = _problem(task, 2, workers=1)
+    ten, one = Sghmc(chains=10, draws=1, warm_up=0.0), Sghmc(chains=1, draws=1, warm_up=0.0)
+    return Comparison(f"10 chains, one process, {label}", partial(ten.fit, problem), partial(one.fit, problem), 10.5)
+
+
+def chains_in_two_processes(label: str, task: Task) -> Comparison:
+    """Ten SGHMC chains in two workers, their start included, in units of one; at the task's own length."""
+    ten = partial(Sghmc(chains=10, draws=1, warm_up=0.0).fit, _problem(task, 100, workers=2, strategy="processes"))
+    one = partial(Sghmc(chains=1, draws=1, warm_up=0.0).fit, _problem(task, 100, workers=1))
+    return Comparison(f"10 chains, two processes, {label}", ten, one, 6.0, rounds=2, wall=True)
+
+
+def _problem(task: Task, epochs: int, workers: int, strategy: Strategy = "auto") -> Problem:
+    training = replace(task.training, epochs=epochs)
+    data = task.load().train
+    return Problem(task.model, task.likelihood, data, training=training, workers=workers, strategy=strategy)
 
 
 def _vi(log_joint: LogJoint, training: Training, num_data: int) -> Transform:
@@ -69,43 +100,37 @@ ALGORITHMS: dict[str, tuple[Callable[..., Transform], float]] = {
 }
 
 
-def adam_steps(task: Task) -> Callable[[], None]:
-    """Plain PyTorch: torch.optim.Adam as it comes, on a batch."""
-    torch.manual_seed(0)
-    model, batch = task.model().train(), _batch(task)
+def adam_steps(work: Workload) -> Callable[[], None]:
+    """Plain PyTorch: torch.optim.Adam as it comes."""
+    model, batch = work.model(), work.batch
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def run() -> None:
-        for _ in range(STEPS):
+        for _ in range(work.steps):
             optimizer.zero_grad()
-            (-task.likelihood.log_prob(model(batch.inputs), batch.targets, batch.mask).mean()).backward()
+            (-work.likelihood.log_prob(apply(model, batch.inputs), batch.targets, batch.mask).mean()).backward()
             optimizer.step()
 
     return run
 
 
 def flat_steps(
-    task: Task,
+    work: Workload,
     build: Callable[..., Transform],
     prepare: Callable[[nn.Module], nn.Module] | None = None,
     penalty: Penalty | None = None,
 ) -> Callable[[], None]:
     """The same model and batch under one of our transforms, in place, with a Gaussian prior."""
-    torch.manual_seed(0)
-    model = task.model() if prepare is None else prepare(task.model())
-    flat, batch = FlatModel(model), _batch(task)
+    model = work.model() if prepare is None else prepare(work.model())
+    flat = FlatModel(model)
     flat.module.train()
     prior = None if penalty is not None else as_prior("normal(0, 1)")
-    joint = FlatLogJoint(flat, task.likelihood, prior, 800, penalty)
-    transform = build(joint, TRAINING, 800)
+    joint = FlatLogJoint(flat, work.likelihood, prior, work.num_data, penalty)
+    transform = build(joint, TRAINING, work.num_data)
     state = [transform.init({THETA: flat.theta})]
 
     def run() -> None:
-        for _ in range(STEPS):
-            state[0], _ = transform.update(state[0], batch, inplace=True)
+        for _ in range(work.steps):
+            state[0], _ = transform.update(state[0], work.batch, inplace=True)
 
     return run
-
-
-def _batch(task: Task) -> Data:
-    return task.load().train.subset(slice(0, task.training.batch_size))

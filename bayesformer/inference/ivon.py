@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, normal_like, value_and_grad
+from bayesformer.functional import blank, is_long, normal_like, pieces, value_and_grad
 from bayesformer.inference.schedules import Schedule, constant
 from bayesformer.inference.vi_diag import Estimate, average
 from bayesformer.types import Batch, LogJoint, Params, Transform
@@ -128,15 +128,34 @@ def estimate(
     second derivative.
     """
     evaluate = value_and_grad(log_joint)
-    sd = standard_deviation(state, ess, weight_decay)
+    law = {"ess": ess, "weight_decay": weight_decay}
 
     def one_draw() -> Estimate:
         eps = {k: normal_like(m) for k, m in state.params.items()}
-        theta = {k: torch.addcmul(m, sd[k], eps[k]) for k, m in state.params.items()}
+        theta = {k: _draw(m, state.hessian[k], eps[k], **law) for k, m in state.params.items()}
         value, outputs, grad = evaluate(theta, batch)
-        return value, outputs, grad, {k: -g * eps[k] / sd[k] for k, g in grad.items()}
+        return value, outputs, grad, {k: _curvature(g, state.hessian[k], eps[k], **law) for k, g in grad.items()}
 
     return average(one_draw, draws)
+
+
+def _draw(mean: Tensor, hessian: Tensor, eps: Tensor, ess: float, weight_decay: float) -> Tensor:
+    """m + σ ε."""
+    if not is_long(mean):
+        return torch.addcmul(mean, ((hessian + weight_decay) * ess).rsqrt_(), eps)
+    theta = torch.empty_like(mean)
+    for m, h, e, t in pieces(mean, hessian, eps, theta):
+        t.copy_(torch.addcmul(m, ((h + weight_decay) * ess).rsqrt_(), e))
+    return theta
+
+
+def _curvature(grad: Tensor, hessian: Tensor, eps: Tensor, ess: float, weight_decay: float) -> Tensor:
+    """-g ε / σ; a long ε is overwritten by it."""
+    if not is_long(grad):
+        return -grad * eps * ((hessian + weight_decay) * ess).sqrt_()
+    for g, h, e in pieces(grad, hessian, eps):
+        e.mul_(g).mul_(((h + weight_decay) * ess).sqrt_()).neg_()
+    return eps
 
 
 class _Size(NamedTuple):
@@ -174,7 +193,15 @@ def _move_inplace(
     curvature: Tensor,
     size: _Size,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in few passes; `curvature` is scratch."""
+    """The same in few passes over pieces; `curvature` is scratch."""
+    for stretch in pieces(mean, momentum, hessian, gradient, curvature):
+        _move_piece(*stretch, size)
+    return mean, momentum, hessian
+
+
+def _move_piece(
+    mean: Tensor, momentum: Tensor, hessian: Tensor, gradient: Tensor, curvature: Tensor, size: _Size
+) -> None:
     momentum.lerp_(gradient, size.momentum)
     gap = curvature.sub_(hessian).mul_(size.hessian)
     damped = hessian + size.weight_decay
@@ -184,7 +211,6 @@ def _move_inplace(
     if size.clip_radius < math.inf:
         newton.clamp_(-size.clip_radius, size.clip_radius)
     mean.add_(newton.mul_(size.lr))
-    return mean, momentum, hessian
 
 
 def _check(

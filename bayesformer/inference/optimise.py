@@ -128,14 +128,14 @@ def update(
 ) -> tuple[OptimiseState, Tensor]:
     """One step; the second value is the outputs of the batch."""
     value, outputs, grads = value_and_grad(log_joint)(state.params, batch)
-    params, adam_state = rule.step(state.params, clip_gradient(grads, clip), state.adam, inplace)
+    params, adam_state = rule.step(state.params, clip_gradient(grads, clip, inplace), state.adam, inplace)
     return OptimiseState(params, adam_state, value), outputs
 
 
-def clip_gradient(grads: Params, clip: float) -> Params:
-    """Scale the whole gradient to norm at most `clip`, member by member."""
+def clip_gradient(grads: Params, clip: float, inplace: bool = False) -> Params:
+    """Scale the whole gradient to norm at most `clip`, member by member; a gradient is the caller's to overwrite."""
     if math.isinf(clip):
         return grads
     norm = dot(grads, grads).sqrt()
     scale = per_member((clip / (norm + 1e-6)).clamp_max(1.0), grads)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-    return {k: g * scale for k, g in grads.items()}
+    return {k: g.mul_(scale) if inplace else g * scale for k, g in grads.items()}

