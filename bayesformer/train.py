@@ -44,8 +44,8 @@ class Training:
     """examples per step"""
     lr: float = 3e-3
     """learning rate: its peak with warm-up, its value when constant"""
-    schedule: Literal["warmup", "constant"] = "warmup"
-    """linear warm-up then inverse square root of the step, or a constant rate"""
+    schedule: Literal["warmup", "cosine", "constant"] = "warmup"
+    """after a linear warm-up the inverse square root of the step, or a cosine down to 0; or a constant rate"""
     warmup: int = 100
     """steps of warm-up"""
     weight_decay: float = 0.0
@@ -69,17 +69,20 @@ class Training:
             if not holds:
                 least = "at least 0" if name in {"weight_decay", "patience"} else "positive"
                 raise ValueError(f"training.{name} must be {least}; got {getattr(self, name)}.")
-        if self.schedule not in {"warmup", "constant"}:
-            raise ValueError(f"training.schedule must be 'warmup' or 'constant'; got {self.schedule!r}.")
+        if self.schedule not in {"warmup", "cosine", "constant"}:
+            raise ValueError(f"training.schedule must be 'warmup', 'cosine' or 'constant'; got {self.schedule!r}.")
 
-    def adam(self) -> Adam:
-        """The optimiser these settings describe."""
-        return Adam(self.rate(), weight_decay=self.weight_decay)
+    def adam(self, num_data: int) -> Adam:
+        """The optimiser these settings describe, for this many examples."""
+        return Adam(self.rate(num_data), weight_decay=self.weight_decay)
 
-    def rate(self) -> Schedule:
+    def rate(self, num_data: int) -> Schedule:
         """The learning rate as a function of the step."""
         if self.schedule == "constant":
             return schedules.constant(self.lr)
+        if self.schedule == "cosine":
+            steps = self.epochs * steps_per_epoch(num_data, self.batch_size)
+            return schedules.warmup_cosine(self.lr, self.warmup, steps)
         return schedules.warmup_inverse_sqrt(self.lr, self.warmup)
 
 

@@ -47,7 +47,7 @@ def loop_overhead(label: str, task: Task) -> Comparison:
     def ours() -> None:
         flat = FlatModel(_model(task))
         joint = FlatLogJoint(flat, task.likelihood, None, len(data))
-        transform = optimise.build(joint, training.adam(), training.clip)
+        transform = optimise.build(joint, training.adam(len(data)), training.clip)
         train(Job(flat, transform, flat.theta, data, None, task.likelihood, training, 0, (0,)))
 
     return Comparison(

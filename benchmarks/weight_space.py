@@ -72,7 +72,7 @@ def _problem(task: Task, epochs: int, workers: int, strategy: Strategy = "auto")
 
 
 def _vi(log_joint: LogJoint, training: Training, num_data: int) -> Transform:
-    return vi_diag.build(log_joint, 1 / num_data, training.adam())
+    return vi_diag.build(log_joint, 1 / num_data, training.adam(num_data))
 
 
 def _sghmc(log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG001

@@ -37,6 +37,25 @@ def warmup_inverse_sqrt(lr: float, warmup: int) -> Schedule:
     return lambda step: lr * torch.minimum(step / warmup, (warmup / step).sqrt())
 
 
+def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
+    """Linear to `lr` over `warmup` steps, then half a cosine down to 0 at step `steps`.
+
+        η_t = η min(t / w, ½ (1 + cos π (t - w) / (n - w)))
+
+    Loshchilov & Hutter (2017), without restarts. At its end the noise of the steps is gone, so the last weights
+    need no validation data to be picked by.
+    """
+    if not 1 <= warmup:
+        raise ValueError(f"warmup must be at least 1 step; got {warmup}.")
+    rest = max(steps - warmup, 1)
+
+    def rate(step: Tensor) -> Tensor:
+        fallen = ((step - warmup) / rest).clamp(0, 1)
+        return lr * torch.minimum(step / warmup, 0.5 * (1 + torch.cos(math.pi * fallen)))
+
+    return rate
+
+
 def cycle_position(cycles: int, steps: int) -> Schedule:
     """Where a step stands in its cycle, in [0, 1):  r_t = ((t - 1) mod n) / n,  n = ⌈steps / cycles⌉.
 

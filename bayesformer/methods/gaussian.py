@@ -129,7 +129,7 @@ class _BuildVi:
         return module.build(
             log_joint,
             self.method.temperature / num_data,
-            training.adam(),
+            training.adam(num_data),
             log_sd=self.method.log_sd,
             draws=self.method.samples,
             clip=training.clip,

@@ -49,9 +49,9 @@ def prior_of(setting: str | dict[str, str]) -> Prior:
     return as_prior(setting)
 
 
-def build_optimiser(log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG001
+def build_optimiser(log_joint: LogJoint, training: Training, num_data: int) -> Transform:
     """Adam as the training settings describe it."""
-    return optimise.build(log_joint, training.adam(), training.clip)
+    return optimise.build(log_joint, training.adam(num_data), training.clip)
 
 
 @dataclass
