@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from bayesformer.bench.report.standalone import Key, write_figure
 from bayesformer.bench.runner import Cell, plan
 from bayesformer.bench.statistics import summarise
 
-TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)
-CHAINS = 5
-EPOCHS = {"toy": 40, "imdb": 6}  # the same for every method and temperature
+TEMPERATURES = (1.0, 0.3, 0.1, 0.01, 0.001)
+CHAINS = 4
+SIZES: dict[str, dict[str, Any]] = {  # by task pattern, the same for every method and temperature: minutes, not hours
+    "toy/*": {"training": {"epochs": 30}, "task": {"test": 1000}},
+    "imdb": {"training": {"epochs": 6}, "task": {"train": 2000, "test": 2000, "length": 100}},
+}
 METHODS = {
     "vi": "variational",
     "serial": "SGHMC, one chain",
@@ -40,14 +44,10 @@ def cells(tasks: Sequence[str], seeds: Sequence[int], temperatures: Sequence[flo
         {"name": "sghmc", "temperature": hot, "chains": CHAINS, "draws": 1, "burn_in": 0.0},
         {"name": "laplace", "temperature": hot},
     ]
-    from bayesformer.methods import METHODS as known
-    methods = [m for m in methods if isinstance(m, str) or m["name"] in known]
     found = []
     for task in tasks:
-        epochs = EPOCHS.get(task.partition("/")[0])
-        settings: dict[str, Any] = {"training": {"epochs": epochs}} if epochs else {}
-        if task.startswith("toy/"):
-            settings[task] = {"test": 1000}
+        size = next((size for pattern, size in SIZES.items() if fnmatchcase(task, pattern)), None)
+        settings = {"training": size["training"], task: size["task"]} if size else {}
         found += plan([task], methods, seeds, settings)
     return found
 
