@@ -58,7 +58,8 @@ def parser() -> argparse.ArgumentParser:
         "  [training]\n  epochs = 60\n\n  [ensemble]\n  members = 5\n\n"
         '  ["toy/m1"]\n  test = 1000\n\n'
         "A method may also be a table with settings of its own; lists make one variant per value, {task} stands for "
-        'the end of\nthe task\'s name:\n\n  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1}]\n\n'
+        "the end of\nthe task's name:\n\n"
+        '  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1, tasks = "toy/*"}]\n\n'
         "Options on the command line win over the file. `bayesformer list --settings` "
         "names every setting.",
         formatter_class=raw,

@@ -96,6 +96,28 @@ def test_a_failed_cell_is_kept_aside_and_the_others_go_on(tmp_path, monkeypatch)
     assert not (tmp_path / "failed" / cell.path).exists()
 
 
+def test_variants_of_a_method_and_where_they_run():
+    table = {"name": "vi", "temperature": [1.0, 0.1], "prior": ["normal(0, 1)", "improved/{task}"], "seeds": 1}
+    cells = runner.plan(["toy/m1", "toy/m2"], ["mle", {**table, "tasks": "toy/m2"}, "vi"], [0, 1], TINY)
+    assert sorted((c.task, c.method, c.seed) for c in cells if c.method == "mle") == [
+        (task, "mle", seed) for task in ("toy/m1", "toy/m2") for seed in (0, 1)
+    ]
+    ours = [c for c in cells if c.method == "vi"]
+    # On m1 the plain method with two seeds; on m2 four variants with one, of which the plain one has two.
+    assert sum(c.task == "toy/m1" for c in ours) == 2
+    priors = {(c.method_settings["temperature"], c.method_settings["prior"]) for c in ours if c.task == "toy/m2"}
+    assert priors == {(t, p) for t in (1.0, 0.1) for p in ("normal(0, 1)", "improved/m2")}
+    assert sum(c.task == "toy/m2" for c in ours) == 5
+    for wrong, text in [
+        ({"temperature": 1.0}, "names or tables with a name"),
+        ({"name": "vi", "seeds": 0}, "seeds of vi must be a whole number"),
+        ({"name": "vi", "tasks": "tox/*"}, "unknown task 'tox/\\*'"),
+        ({"name": "vi", "temprature": 1.0}, "unknown setting of vi 'temprature'"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            runner.plan(["toy/m1"], [wrong], [0], TINY)
+
+
 def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     settings = {"training": {"epochs": 60, "patience": 0}, "toy/*": TINY["toy/*"]}
     cells = runner.plan(["toy/m1"], ["mle"], [0, 1], settings)

@@ -114,11 +114,12 @@ def expand(patterns: Sequence[str], known: Mapping[str, Any], kind: str) -> list
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with settings of its own, and how many seeds it gets (None: as many as the others)."""
+    """A method with settings of its own, on which tasks, and how many seeds it gets (None: as many as the others)."""
 
     method: str
     settings: Mapping[str, Any]
     seeds: int | None = None
+    tasks: str = "*"
 
 
 def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
@@ -132,11 +133,15 @@ def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
         if "name" not in table:
             raise ValueError(f"methods must be names or tables with a name; got {table}.")
         names, seeds = expand([table.pop("name")], METHODS, "method"), table.pop("seeds", None)
+        tasks = table.pop("tasks", "*")
+        expand([tasks], TASKS, "task")
         if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
             raise ValueError(f"methods: seeds of {names[0]} must be a whole number of at least 1; got {seeds!r}.")
         choices = [value if isinstance(value, list) else [value] for value in table.values()]
         for name in names:
-            found += [Variant(name, dict(zip(table, values, strict=True)), seeds) for values in product(*choices)]
+            found += [
+                Variant(name, dict(zip(table, values, strict=True)), seeds, tasks) for values in product(*choices)
+            ]
     return found
 
 
@@ -159,7 +164,7 @@ def plan(
                 changes |= values
         task = override(TASKS[task_name](), changes, task_name)
         training = override(task.training, overrides.training, "training")
-        for variant in variants(methods):
+        for variant in [v for v in variants(methods) if fnmatchcase(task_name, v.tasks)]:
             chosen = {**overrides.methods.get(variant.method, {}), **variant.settings}
             short = task_name.rpartition("/")[2]
             chosen = {k: v.replace("{task}", short) if isinstance(v, str) else v for k, v in chosen.items()}

@@ -194,8 +194,8 @@ def _move_inplace(
     size: _Size,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same in few passes over pieces; `curvature` is scratch."""
-    for stretch in pieces(mean, momentum, hessian, gradient, curvature):
-        _move_piece(*stretch, size)
+    for m, v, h, g, c in pieces(mean, momentum, hessian, gradient, curvature):
+        _move_piece(m, v, h, g, c, size)
     return mean, momentum, hessian
 
 
