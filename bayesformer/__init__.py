@@ -19,6 +19,7 @@ from bayesformer.methods import (
     Ekf,
     Ensemble,
     Ivon,
+    Laplace,
     Map,
     MCDropout,
     MeanField,
@@ -30,6 +31,8 @@ from bayesformer.methods import (
     Swag,
     Vi,
 )
+from bayesformer.methods.laplace import laplace
+from bayesformer.methods.laplace_online import laplace_update
 from bayesformer.network import log_joint
 from bayesformer.posterior import Posterior
 from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
@@ -50,6 +53,7 @@ __all__ = [
     "Gaussian",
     "GaussianPredictive",
     "Ivon",
+    "Laplace",
     "MCDropout",
     "Map",
     "MeanField",
@@ -70,6 +74,8 @@ __all__ = [
     "convert_concrete",
     "fit",
     "kl_divergence",
+    "laplace",
+    "laplace_update",
     "log_joint",
     "revert",
 ]

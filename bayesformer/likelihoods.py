@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bayesformer import links
 from bayesformer.errors import unknown_name
+from bayesformer.links import Link
 from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 from bayesformer.types import Draws, GaussianOutputs, Outputs
 
@@ -32,8 +34,14 @@ class Likelihood(Protocol):
         """(B, ..., K, K): expected second derivative of -log p in the K outputs (the Fisher information)."""
         ...
 
-    def predictive(self, outputs: Outputs) -> Predictive:
-        """The predictive distribution over targets."""
+    def predictive(
+        self, outputs: Outputs, link: Link | None = None, draws: int | None = None, seed: int = 0
+    ) -> Predictive:
+        """The predictive distribution over targets.
+
+        From a Gaussian over outputs by `link` (see `bayesformer.links`; None is the likelihood's own way), with
+        `draws` of the outputs from the stream of `seed` where it has no closed form. Draws need no link.
+        """
         ...
 
     def counted(self, targets: Tensor, mask: Tensor | None = None) -> Tensor | None:
@@ -69,9 +77,14 @@ class Categorical:
         probs = outputs.softmax(-1)
         return torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
 
-    def predictive(self, outputs: Outputs) -> CategoricalPredictive:
-        """Softmax of every draw."""
-        return CategoricalPredictive(as_draws(outputs).log_softmax(-1))
+    def predictive(
+        self, outputs: Outputs, link: Link | None = None, draws: int | None = None, seed: int = 0
+    ) -> CategoricalPredictive:
+        """Softmax of every draw, or one component by a closed form."""
+        closed = _closed_form(outputs, link)
+        if closed is not None:
+            return CategoricalPredictive(links.log_probs(closed, link or "mc")[None])
+        return CategoricalPredictive(as_draws(outputs, draws, seed).log_softmax(-1))
 
     def counted(self, targets: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """Positions in the mask whose label is not `ignore_index`."""
@@ -140,12 +153,15 @@ class Gaussian:
         slope = torch.sigmoid(outputs.chunk(2, -1)[1])
         return torch.diag_embed(torch.cat([precision, 2 * slope.square() * precision], -1))
 
-    def predictive(self, outputs: Outputs) -> GaussianPredictive:
+    def predictive(
+        self, outputs: Outputs, link: Link | None = None, draws: int | None = None, seed: int = 0
+    ) -> GaussianPredictive:
         """One Gaussian per draw; closed form where a Gaussian over means meets a known scale."""
+        _closed_form(outputs, link, ("mc",))
         if isinstance(outputs, GaussianOutputs) and self.scale is not None:
             noise = torch.full_like(outputs.mean, self.scale**2)
             return GaussianPredictive(outputs.mean[None], noise[None], outputs.variance[None])
-        mean, scale = self.split(as_draws(outputs))
+        mean, scale = self.split(as_draws(outputs, draws, seed))
         return GaussianPredictive(mean, scale.square())
 
     def counted(self, targets: Tensor, mask: Tensor | None = None) -> Tensor | None:  # noqa: ARG002
@@ -183,9 +199,14 @@ class Bernoulli:
         probs = torch.sigmoid(outputs)
         return torch.diag_embed(probs * (1 - probs))
 
-    def predictive(self, outputs: Outputs) -> CategoricalPredictive:
+    def predictive(
+        self, outputs: Outputs, link: Link | None = None, draws: int | None = None, seed: int = 0
+    ) -> CategoricalPredictive:
         """Two classes from one logit."""
-        logits = as_draws(outputs)
+        closed = _closed_form(outputs, link, ("mc", "probit"))
+        if closed is not None:
+            return CategoricalPredictive(links.binary_probit(closed)[None])
+        logits = as_draws(outputs, draws, seed)
         return CategoricalPredictive(torch.stack([F.logsigmoid(-logits), F.logsigmoid(logits)], -1))
 
     def counted(self, targets: Tensor, mask: Tensor | None = None) -> Tensor | None:  # noqa: ARG002
@@ -236,11 +257,23 @@ def from_json(saved: dict[str, Any]) -> Likelihood:
     return LIKELIHOODS[name](**settings)
 
 
-def as_draws(outputs: Outputs) -> Tensor:
-    """(L, B, ..., K): the draws, or draws of a Gaussian over outputs (repeatable: a fixed stream)."""
+def as_draws(outputs: Outputs, draws: int | None = None, seed: int = 0) -> Tensor:
+    """(L, B, ..., K): the draws, or draws of a Gaussian over outputs, with noise of its own for every input."""
     if isinstance(outputs, Draws):
         return outputs.values
-    return outputs.draw(LINK_DRAWS)
+    if draws is not None and draws < 1:
+        raise ValueError(f"draws must be at least 1; got {draws}.")
+    return outputs.draw(draws or LINK_DRAWS, seed)
+
+
+def _closed_form(outputs: Outputs, link: str | None, allowed: tuple[Link, ...] = links.LINKS) -> GaussianOutputs | None:
+    """The Gaussian to put through a link in closed form, or None where outputs are drawn."""
+    links.check_link(link, allowed)
+    if isinstance(outputs, GaussianOutputs):
+        return None if link in {None, "mc"} else outputs
+    if link is not None:
+        raise ValueError(f"link must be none for outputs that are draws of the weights; got {link!r}.")
+    return None
 
 
 def _sum_positions(values: Tensor) -> Tensor:

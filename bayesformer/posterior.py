@@ -1,4 +1,4 @@
-"""A posterior: a model, a likelihood and draws of the weights. Ask it with `predict`, keep it with `save`."""
+"""A posterior: a model, a likelihood and a law of the weights. Ask it with `predict`, keep it with `save`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
-from bayesformer import likelihoods
+from bayesformer import likelihoods, links
 from bayesformer.dataset import check_inputs, map_inputs
 from bayesformer.dropout import dropout_sites
 from bayesformer.engine import Strategy
-from bayesformer.errors import DamagedFileError
+from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.likelihoods import Likelihood
+from bayesformer.links import Link
 from bayesformer.network import FlatModel, Layout, device_of
+from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import PredictTask, sampled_outputs
 from bayesformer.predictive import Predictive
 from bayesformer.progress import Reporter
@@ -26,6 +28,11 @@ from bayesformer.storage import checksum, read_json, read_tensors, write_json, w
 from bayesformer.types import Draws, Inputs, Outputs, Params
 from bayesformer.version import __version__
 from bayesformer.weights import Samples, Weights, from_tensors
+
+Way: TypeAlias = Literal["sampled", "linearised", "streamlined"]
+"""From weights to outputs: a forward pass per draw of the weights; the network made linear in its weights, whose
+outputs are Gaussian; or moments carried through one forward pass."""
+WAYS: tuple[str, ...] = get_args(Way)
 
 FORMAT = 1
 TENSORS, FACTS = "posterior.safetensors", "posterior.json"
@@ -45,6 +52,10 @@ class Posterior:
     noisy_draws: int = 0
     default_draws: int = 30
     """draws that `predict` takes from a law that can give any number"""
+    predictive: Way = "sampled"
+    """how `predict` gets outputs when it is not told"""
+    link: Link | None = None
+    """how it turns a Gaussian over outputs into probabilities; None is the likelihood's own way"""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """what is known of its making: method and settings, data fingerprint, N"""
     known_layout: Layout | None = field(default=None, repr=False)
@@ -53,6 +64,8 @@ class Posterior:
         size = self.layout.size
         if self.weights.size != size:
             raise ValueError(f"weights must have {size} numbers per draw for this model; got {self.weights.size}.")
+        check_way(self.predictive)
+        links.check_link(self.link)
 
     @cached_property
     def layout(self) -> Layout:
@@ -92,26 +105,91 @@ class Posterior:
         inputs: Inputs,
         draws: int | None = None,
         *,
+        predictive: Way | None = None,
         seed: int = 0,
         batch_size: int | None = None,
         strategy: Strategy = "auto",
         workers: int | None = None,
         reporter: Reporter | None = None,
+        settings: Any = None,
     ) -> Outputs:
-        """Network outputs under the draws, (L, N, ...)."""
+        """Network outputs: under draws of the weights, (L, N, ...), or as a Gaussian over the outputs.
+
+        Args:
+            inputs: what the model is called with.
+            draws: of the weights, for "sampled".
+            predictive: "sampled", "linearised" or "streamlined"; the posterior's own way by default.
+            seed: of the draws.
+            batch_size: examples at a time.
+            strategy: how draws run, for "sampled": "auto" (measured), "looped", "batched" or "processes".
+            workers: processes that "processes" may use.
+            reporter: told of progress.
+            settings: for "streamlined", a `bayesformer.predict.streamlined.Settings`.
+        """
         check_inputs(inputs, "inputs")
-        count = self.draws if draws is None else draws
-        self._check_draws(count, None if self.noisy_draws else self.weights.available)
+        way = self.predictive if predictive is None else predictive
+        check_way(way)
         device = self.weights.mean.device
         size = batch_size or (64 if device.type == "cpu" else 1024)
         inputs = map_inputs(inputs, lambda x: x.to(device))
+        if way != "sampled":
+            return self._gaussian_outputs(way, inputs, size, settings)
+        count = self.draws if draws is None else draws
+        self._check_draws(count, None if self.noisy_draws else self.weights.available)
         rows = self.weights.rows(1 if self.noisy_draws else count, seed)
         task = PredictTask(self._network, rows, self.weights.buffers, inputs, size, bool(self.noisy_draws), seed)
         return Draws(sampled_outputs(task, count, strategy, workers, reporter))
 
-    def predict(self, inputs: Inputs, draws: int | None = None, **options: Any) -> Predictive:
-        """The predictive distribution; options as for `outputs`."""
-        return self.likelihood.predictive(self.outputs(inputs, draws, **options))
+    def _gaussian_outputs(self, way: Way, inputs: Inputs, batch_size: int, settings: Any) -> Outputs:
+        _check_gaussian(self, way)
+        if way == "linearised":
+            return self._linearised(inputs, batch_size)
+        from bayesformer.predict.streamlined import streamlined_outputs
+
+        return streamlined_outputs(self._at_mean, self.layout, self.weights, inputs, settings)
+
+    @cached_property
+    def _at_mean(self) -> nn.Module:
+        """A private copy with the weights at their mean, in eval mode, which can be differentiated."""
+        flat = FlatModel(self.model)
+        flat.load(self.weights.mean)
+        flat.module.zero_grad(set_to_none=True)
+        return flat.module.eval()
+
+    @cached_property
+    def _linearised(self) -> Linearised:
+        return Linearised(self._at_mean, self.layout, self.weights)
+
+    def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
+        check_inputs(inputs, "inputs")
+        _check_gaussian(self, "linearised")
+        device = self.weights.mean.device
+        inputs = map_inputs(inputs, lambda x: x.to(device))
+        return self._linearised.joint(inputs)
+
+    def predict(
+        self,
+        inputs: Inputs,
+        draws: int | None = None,
+        *,
+        predictive: Way | None = None,
+        link: Link | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Predictive:
+        """The predictive distribution; further options as for `outputs`.
+
+        With "sampled", `draws` counts draws of the weights. Otherwise outputs are Gaussian, `link` says how they
+        become probabilities (see `bayesformer.links`), and `draws` counts draws of the outputs where that takes
+        draws: they cost no forward pass.
+        """
+        way = self.predictive if predictive is None else predictive
+        found = self.outputs(inputs, draws, predictive=predictive, seed=seed, **options)
+        if way == "sampled":
+            return self.likelihood.predictive(found, link)
+        chosen = self.link if link is None else link
+        return self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
 
     def save(self, folder: str | Path) -> Path:
         """Write `posterior.safetensors` and `posterior.json` to a folder."""
@@ -125,6 +203,8 @@ class Posterior:
             "likelihood": likelihoods.to_json(self.likelihood),
             "noisy_draws": self.noisy_draws,
             "default_draws": self.default_draws,
+            "predictive": self.predictive,
+            "link": self.link,
             "dropout": [getattr(module, name) for module, name in dropout_sites(self.model)],
             "names": list(self.layout.names),
             "shapes": [list(shape) for shape in self.layout.shapes],
@@ -160,6 +240,8 @@ class Posterior:
             weights=from_tensors({name: tensor.to(device) for name, tensor in tensors.items()}),
             noisy_draws=saved["noisy_draws"],
             default_draws=saved["default_draws"],
+            predictive=saved.get("predictive", "sampled"),  # files of before there was a choice
+            link=saved.get("link"),
             facts=saved["facts"],
             known_layout=layout,
         )
@@ -169,6 +251,21 @@ class Posterior:
         if count < 1 or (available is not None and count > available):
             limit = "at least 1" if available is None else f"between 1 and {available}, the draws it has"
             raise ValueError(f"draws must be {limit}; got {count}.")
+
+
+def check_way(way: str) -> None:
+    """Refuse a way to outputs that does not exist."""
+    if way not in WAYS:
+        raise unknown_name("predictive", way, WAYS)
+
+
+def _check_gaussian(posterior: Posterior, way: str) -> None:
+    if isinstance(posterior.weights, Samples):
+        what = "a random network" if posterior.noisy_draws else f"{posterior.weights.available} draws"
+        raise ValueError(
+            f"predictive={way!r} needs a posterior that is a Gaussian over the weights; this one is {what}. "
+            "Use predictive='sampled'."
+        )
 
 
 def _with_rates(model: nn.Module, rates: list[float], folder: Path) -> nn.Module:

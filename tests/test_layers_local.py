@@ -7,9 +7,11 @@ import torch
 from scipy import stats
 from torch import nn
 from torch.func import functional_call, jacrev, vmap
+from torch.nn import functional as F
 
 from bayesformer.layers import convert
-from bayesformer.layers.local import LOCAL, affine, replaced
+from bayesformer.layers.fused import gaussian_linear
+from bayesformer.layers.local import LOCAL, affine, is_table, replaced
 from tests.laws import assert_law, assert_mean
 
 DRAWS = 4000
@@ -123,6 +125,147 @@ def test_local_gradients_equal_finite_differences_under_one_seed():
 
     leaves = (model.rho.detach().requires_grad_(), model.model.weight.detach().requires_grad_())
     assert torch.autograd.gradcheck(value, leaves)
+
+
+# One operation for a linear layer, and rows of embeddings
+
+
+def single_operations(x, weight, bias, scale, floor):
+    sd = F.linear(x * x, scale.square(), floor).sqrt()
+    return F.linear(x, weight, bias) + sd * torch.randn_like(sd)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 3, 4), (0, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_fused_layer_is_the_single_operations(shape, bias):
+    shapes = {"x": shape, "weight": (3, 4), "bias": (3,), "scale": (3, 4), "floor": (3,)}
+    leaves = {name: torch.rand(s, dtype=torch.float64).add(0.1).requires_grad_() for name, s in shapes.items()}
+    if not bias:
+        leaves["bias"] = None
+    given = [leaf for leaf in leaves.values() if leaf is not None]
+    results = []
+    for form in (gaussian_linear, single_operations):
+        torch.manual_seed(2)
+        value = form(*leaves.values())
+        results.append((value, *torch.autograd.grad(value.sin().sum(), given)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_fused_layer_has_second_derivatives():
+    shapes = [(2, 4), (3, 4), (3,), (3, 4), (3,)]
+    leaves = tuple(torch.rand(shape, dtype=torch.float64).add(0.1).requires_grad_() for shape in shapes)
+
+    def value(*given):
+        torch.manual_seed(2)
+        return gaussian_linear(*given)
+
+    assert torch.autograd.gradcheck(value, leaves)
+    assert torch.autograd.gradgradcheck(value, leaves)
+
+
+def test_the_fused_layer_gives_only_the_gradients_asked_for():
+    leaves = [torch.rand(2, 4), torch.rand(3, 4), torch.rand(3), torch.rand(3, 4), torch.rand(3)]
+    for i, leaf in enumerate(leaves):
+        leaf.requires_grad_()
+        torch.manual_seed(2)
+        (ours,) = torch.autograd.grad(gaussian_linear(*leaves).sum(), leaf)
+        torch.manual_seed(2)
+        (theirs,) = torch.autograd.grad(single_operations(*leaves).sum(), leaf)
+        torch.testing.assert_close(ours, theirs, msg=str(i))
+        leaf.requires_grad_(False)
+    assert not gaussian_linear(*leaves).requires_grad
+
+
+def test_lower_precision_on_demand_takes_single_operations():
+    model, x = layer("linear", "gaussian")
+    model, x = model.float(), x.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert torch.isfinite(model.rho.grad).all()
+
+
+IDS = torch.tensor([[1, 2, 2], [0, 1, 4]])
+
+
+def table(family, **options):
+    prior = "cauchy(0, 1)" if family == "cauchy" else "normal(0, 1)"
+    model = convert(nn.Embedding(5, 3, padding_idx=0).double(), family, prior, rho=-1.0, **options)
+    with torch.no_grad():
+        model.rho.add_(torch.randn_like(model.rho))
+    return model
+
+
+def test_rows_of_a_gaussian_embedding_have_their_law_at_every_place():
+    model = table("gaussian")
+    draws = draw(model, IDS)
+    mean, scale = (t.detach()[IDS].flatten() for t in (model.model.weight, model.scales()["weight"]))
+    assert_mean(draws, mean)
+    assert_mean((draws - mean).square(), scale.square())
+    for column in ((draws - mean) / scale).T[::4]:
+        assert_law(column, stats.norm.cdf)
+    centred = (draws - mean).unflatten(1, (6, 3))
+    assert_mean(centred[:, 1] * centred[:, 2], 0.0)  # the same word twice: apart
+    assert_mean(centred[:, 1, 0] * centred[:, 1, 1], 0.0)
+
+
+def test_rows_of_a_cauchy_embedding_have_their_law_at_every_place():
+    model = table("cauchy")
+    draws = draw(model, IDS)
+    mean, scale = (t.detach()[IDS].flatten() for t in (model.model.weight, model.scales()["weight"]))
+    for column in ((draws - mean) / scale).T[::4]:
+        assert_law(column, stats.cauchy.cdf)
+    for quartile in (0.25, 0.5, 0.75):
+        assert_mean((draws < mean + scale * stats.cauchy.ppf(quartile)).double(), torch.full_like(mean, quartile))
+    same = draws.unflatten(1, (6, 3))
+    assert (same[:, 1] != same[:, 2]).all()
+
+
+@pytest.mark.parametrize("family", ["gaussian", "cauchy"])
+def test_rows_give_gradients_to_their_words_and_none_to_padding(family):
+    model = table(family)
+    model(IDS).square().sum().backward()
+    for value in (model.model.weight.grad, model.layout.views(model.rho.grad)["weight"]):
+        assert (value[[1, 2, 4]] != 0).all()
+        assert (value[[0, 3]] == 0).all()
+    torch.manual_seed(1)
+    (ours,) = torch.autograd.grad(model(IDS).sum(), model.model.weight)
+    counts = torch.tensor([0, 2, 2, 0, 1], dtype=torch.float64)
+    torch.testing.assert_close(ours, counts[:, None].expand(5, 3))
+
+
+@pytest.mark.parametrize("family", ["gaussian", "cauchy", "laplace", "logistic", "student_t"])
+def test_words_share_a_draw_where_weights_are_drawn(family):
+    for options in ({"local": False}, {"local": False, "flipout": True}):
+        out = table(family, **options)(IDS)
+        assert torch.equal(out[0, 1], out[0, 2])
+    if family in ("laplace", "logistic", "student_t"):
+        out = table(family, local=True)(IDS)
+        assert torch.equal(out[0, 1], out[0, 2])
+
+
+def test_an_embedding_that_does_more_than_look_up_is_drawn_as_weights():
+    class Scaled(nn.Embedding):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    patched = nn.Embedding(5, 3)
+    patched.forward = partial(nn.Embedding.forward, patched)
+    others = [
+        Scaled(5, 3),
+        patched,
+        nn.Embedding(5, 3, max_norm=1.0),
+        nn.Embedding(5, 3, sparse=True),
+        nn.Embedding(5, 3, scale_grad_by_freq=True),
+        nn.EmbeddingBag(5, 3),
+    ]
+    assert is_table(nn.Embedding(5, 3, padding_idx=1))
+    assert not any(is_table(module) for module in others)
+    assert convert(others[0], rho=0.0)._layers == []
+    out = convert(others[0], rho=0.0)(IDS)
+    assert torch.equal(out[0, 1], out[0, 2])
 
 
 FLIPOUT = ["gaussian", "cauchy", "laplace", "logistic", "student_t"]

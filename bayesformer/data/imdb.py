@@ -60,9 +60,7 @@ def read(part: str) -> list[tuple[list[str], int]]:
     """Words and label of every review of "train" or "test"."""
     folder = os.environ.get(FOLDER)
     if not folder:
-        raise FileNotFoundError(
-            f"{FOLDER} must name the folder that holds imdb/{part}.jsonl.xz; it is not set."
-        )
+        raise FileNotFoundError(f"{FOLDER} must name the folder that holds imdb/{part}.jsonl.xz; it is not set.")
     path = Path(folder) / "imdb" / f"{part}.jsonl.xz"
     if not path.exists():
         raise FileNotFoundError(f"reviews {path} do not exist; {FOLDER} must name the folder that holds imdb/.")

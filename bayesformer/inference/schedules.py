@@ -45,7 +45,7 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
     Loshchilov & Hutter (2017), without restarts. At its end the noise of the steps is gone, so the last weights
     need no validation data to be picked by.
     """
-    if not 1 <= warmup:
+    if not warmup >= 1:
         raise ValueError(f"warmup must be at least 1 step; got {warmup}.")
     rest = max(steps - warmup, 1)
 

@@ -39,6 +39,11 @@ class Family:
         """The law of unconstrained parameters."""
         return cls(loc, softplus(rho))
 
+    @classmethod
+    def noise_of(cls, rho: Tensor) -> Tensor:
+        """Standard noise for unconstrained parameters, without their scales."""
+        return cls(rho, rho).noise()
+
     def noise(self) -> Tensor:
         """Standard noise z, one per weight."""
         raise NotImplementedError
@@ -126,6 +131,11 @@ class StudentT(Family):
     def of(cls, loc: Tensor, rho: Tensor, raw_df: Tensor) -> StudentT:  # type: ignore[override]
         """The law of unconstrained parameters."""
         return cls(loc, softplus(rho), 2 + softplus(raw_df))
+
+    @classmethod
+    def noise_of(cls, rho: Tensor, raw_df: Tensor) -> Tensor:  # type: ignore[override]
+        """Standard noise for unconstrained parameters, without their scales."""
+        return cls(rho, rho, 2 + softplus(raw_df)).noise()
 
     def noise(self) -> Tensor:
         """ε / √λ."""
@@ -229,3 +239,17 @@ def closed_kl(q: Family, prior: Distribution) -> Tensor | None:
 def sampled_kl(q: Family, prior: Distribution, z: Tensor) -> Tensor:
     """log q(w) - log p(w) of every weight at the draw w = loc + scale z: unbiased for the KL."""
     return q.log_noise(z) - q.scale.log() - prior.log_prob(q.loc + q.scale * z)
+
+
+def is_closed(family: type[Family], prior: Distribution) -> bool:
+    """Whether their KL has a closed form here."""
+    return (family, type(prior)) in CLOSED
+
+
+def kl_terms(q: Family, prior: Distribution, z: Tensor | None) -> Tensor:
+    """KL(q ‖ prior) of every weight: closed where known, else from the draw with noise `z`."""
+    value = closed_kl(q, prior)
+    if value is not None:
+        return value
+    assert z is not None
+    return sampled_kl(q, prior, z)

@@ -7,7 +7,8 @@ Local reparameterisation draws B = A W itself, which is possible where sums stay
     Cauchy      B_ij ~ Cauchy(Σ_k a_ik m_kj, Σ_k |a_ik| s_kj)
 
 Every example and every position gets noise of its own. That is the law of one output exactly; positions that
-share a weight (tokens of a sentence, pixels of an image) are drawn as if they did not.
+share a weight (tokens of a sentence, pixels of an image) are drawn as if they did not. An embedding is a linear
+layer of one-hot inputs: every place of a text draws its row anew, and rows that do not occur are not drawn.
 
 Flipout, Wen et al. (2018), eq. 4, works for every family symmetric about its location, all of ours:
 
@@ -20,20 +21,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesformer import distributions as laws
+from bayesformer.layers import fused
 from bayesformer.layers.families import Cauchy, Family, Gaussian
 
 Affine: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Noise(NamedTuple):
-    """Location of an affine layer's weight and bias, and what their noise needs: a scale or a deviation.
+    """Location of an affine layer's weight and bias, and their scales, or for Flipout their deviations.
 
     A bias without noise has None there.
     """
@@ -62,6 +64,14 @@ def affine(module: nn.Module) -> Affine | None:
     return transposed if is_conv1d(module) else None
 
 
+def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Whether this is an embedding that does nothing but look up rows."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return plain and "forward" not in vars(module)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is the Conv1D of Hugging Face, a linear layer with its weight (in, out)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Conv1d)
@@ -73,15 +83,19 @@ def transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gaussian(apply: Affine, given: Noise, x: Tensor) -> Tensor:
-    """Outputs under Gaussian weights; the noise is given as variances.
+    """Outputs under Gaussian weights; the noise is given as scales.
 
     An input of zeros has variance 0, where the root has an infinite slope; the smallest normal number in the
     place of 0 keeps every gradient finite and costs nothing as part of the bias.
     """
     tiny = torch.finfo(x.dtype).tiny
     outputs = len(given.weight) if given.bias is None else len(given.bias)
-    floor = x.new_full((outputs,), tiny) if given.bias_noise is None else given.bias_noise + tiny
-    variance = apply(x * x, given.weight_noise, floor)
+    floor = x.new_full((outputs,), tiny) if given.bias_noise is None else given.bias_noise.square() + tiny
+    single = fused.transformed() or torch.is_autocast_enabled(x.device.type)
+    if apply in (F.linear, transposed) and not single:
+        weight, scale = (t if apply is F.linear else t.mT for t in (given.weight, given.weight_noise))
+        return fused.gaussian_linear(x, weight, given.bias, scale, floor)
+    variance = apply(x * x, given.weight_noise.square(), floor)
     if given.weight.dim() > 2:  # some convolution algorithms round below 0
         variance = variance.clamp_min(tiny)
     sd = variance.sqrt()

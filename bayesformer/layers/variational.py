@@ -12,10 +12,10 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,14 @@ from torch.nn.functional import softplus
 from bayesformer.distributions import Distribution
 from bayesformer.errors import unknown_name
 from bayesformer.layers import local as layerwise
-from bayesformer.layers.families import FAMILIES, INFINITE, Family, closed_kl, sampled_kl
+from bayesformer.layers import long
+from bayesformer.layers.drawing import Drawing
+from bayesformer.layers.families import FAMILIES, INFINITE, Family, is_closed, kl_terms
 from bayesformer.network import Layout, trainable
 from bayesformer.priors import Prior, PriorLike, as_prior
 from bayesformer.types import Params
+
+Forwards: TypeAlias = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
 
 
 class Run(NamedTuple):
@@ -39,11 +43,16 @@ class Run(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The noise of the last forward pass, for a Monte Carlo KL from the same draw."""
+    """What the last forward pass leaves for the KL: the noise of its draw, and views that gather gradients."""
 
     rho: Tensor  # the parameter it was drawn with: another one, inside torch.func, is another posterior
-    noise: Tensor  # (P,)
+    noise: Tensor | None  # (P,), where the KL is estimated from it
+    views: Params  # by the names of the parameters they are of; see `long.views`
     differentiable: bool
+
+    def serves(self, rho: Tensor) -> bool:
+        """Whether the KL can use it."""
+        return self.rho is rho and (self.differentiable or not torch.is_grad_enabled())
 
 
 class Variational(nn.Module):
@@ -51,11 +60,13 @@ class Variational(nn.Module):
 
         q(w) = Π_i q_i(w_i),    w = loc + scale z,    scale = softplus(rho)
 
-    A forward pass draws the weights once, for all examples; with `local`, linear and convolution layers of a
-    Gaussian or Cauchy posterior draw their outputs instead (see `layers.local`), per example and position; with
-    `flipout`, such layers of the other families flip signs per example. Weights that several modules share, and
-    those used past their module's forward (as nn.MultiheadAttention does), are always drawn as weights. All
-    three switches, `local`, `flipout` and `mean_mode`, may be set at any time.
+    A forward pass draws the weights once, for all examples; with `local`, linear, convolution and embedding layers
+    of a Gaussian or Cauchy posterior draw their outputs instead (see `layers.local`), per example and position; with
+    `flipout`, linear and convolution layers of the other families flip signs per example. Weights that several
+    modules share, and those used past their module's forward (as nn.MultiheadAttention does), are always drawn as
+    weights. All three switches, `local`, `flipout` and `mean_mode`, may be set at any time.
+
+    Second derivatives of a model of many weights (see `layers.long`) need torch.func; torch.autograd raises.
 
     Args:
         model: its weights become the locations.
@@ -99,7 +110,9 @@ class Variational(nn.Module):
         self.model = copy.deepcopy(model)
         chosen = choose(trainable(self.model), names)
         self.layout = Layout.among(chosen)
-        self.runs = _runs(self.layout, assign(as_prior(prior), list(chosen), list(trainable(self.model))))
+        assigned = assign(as_prior(prior), list(chosen), list(trainable(self.model)))
+        self.runs, self._priors = _runs(self.layout, assigned), [assigned[name] for name in self.layout.names]
+        self._open = not all(is_closed(self.family, run.prior) for run in self.runs)
         self._warn_if_infinite()
         self._slots = _slots(self.model, chosen)
         self._layers = _layers(self._slots)
@@ -126,8 +139,7 @@ class Variational(nn.Module):
 
     def posterior(self) -> Family:
         """The law of all random weights as one vector, in the order of `layout`."""
-        loc = torch.cat([self._location(name).reshape(-1) for name in self.layout.names])
-        return self.family.of(loc, *(getattr(self, name) for name in self.family.raw))
+        return self.family.of(_flat(self._locations().values()), *self._raws())
 
     def scales(self) -> Params:
         """The scale of every random weight, by name."""
@@ -148,64 +160,90 @@ class Variational(nn.Module):
 
         The draw of a Student-t is part of a graph, so such an estimate can go backward once per forward pass.
         """
+        noise = self._noise_of_last_draw() if self._open else None
+        if long.in_pieces(self.rho):
+            return self._kl_in_pieces(noise)
         posterior = self.posterior()
         total = posterior.loc.new_zeros(())
         for start, stop, prior in self.runs:
-            q = posterior[start:stop]
-            value = closed_kl(q, prior)
-            if value is None:
-                value = sampled_kl(q, prior, self._noise_of_last_draw(posterior)[start:stop])
-            total = total + value.sum()
+            z = None if noise is None else noise[start:stop]
+            total = total + kl_terms(posterior[start:stop], prior, z).sum()
         return total
+
+    def _kl_in_pieces(self, noise: Tensor | None) -> Tensor:
+        own = {f"model.{name}": loc for name, loc in self._locations().items()}
+        own |= {name: getattr(self, name) for name in self.family.raw}
+        kept = self._kept
+        if kept is not None and kept.serves(self.rho):
+            own |= {name: view for name, view in kept.views.items() if view.data_ptr() == own[name].data_ptr()}
+            self._kept = kept._replace(views={})  # used up: they hold the graph of the pass
+        vectors = [own[name] for name in self.family.raw] + ([] if noise is None else [noise])
+        return long.kl(self.family, self._priors, vectors, [own[f"model.{name}"] for name in self.layout.names])
 
     def _under_draw(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.mean_mode:
             return method(*args, **kwargs)
-        posterior = self.posterior()
-        noise = self._draw_noise(posterior)
-        deviation = posterior.scale * noise
-        # Drawn for every weight, local or not: a module may be passed by, and its weight must be random still.
-        weights = self.layout.views(posterior.loc + deviation)
-        forwards = self._forwards(posterior, deviation)
+        rule = layerwise.LOCAL.get(self.family) if self.local else None
+        if rule is None and self.flipout:
+            rule = layerwise.flipout
+        weights, forwards = self._drawn() if rule is None else self._awaited(rule)
         slots = [(module._parameters, key, weights[name]) for name in weights for module, key in self._slots[name]]
         with layerwise.substituted(slots), layerwise.replaced(forwards):
             return method(*args, **kwargs)
 
-    def _forwards(self, posterior: Family, deviation: Tensor) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-        """Linear and convolution modules with the forward that draws their outputs."""
-        forward = layerwise.LOCAL.get(self.family) if self.local else None
-        if forward is not None:
-            flat = posterior.scale.square() if forward is layerwise.gaussian else posterior.scale
-        elif self.flipout:
-            forward, flat = layerwise.flipout, deviation
-        else:
-            return []
-        noise = self.layout.views(flat)
-        found: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
-        for module, weight, bias in self._layers:
-            apply = layerwise.affine(module)
-            if apply is not None:
-                own = module._parameters
-                spread = None if bias is None else noise[bias]
-                given = layerwise.Noise(self._location(weight), own["bias"], noise[weight], spread)
-                found.append((module, partial(forward, apply, given)))
+    def _drawn(self) -> tuple[Mapping[str, Tensor], Forwards]:
+        """All weights, drawn now."""
+        noise, locs = self._draw_noise(), self._locations()
+        if noise.requires_grad or not long.in_pieces(self.rho):
+            return self.layout.views(_flat(locs.values()) + softplus(self.rho) * noise), []
+        view, weights = long.draw(list(locs.values()), self.rho, noise)
+        self._keep(noise, {"rho": view})
+        return dict(zip(locs, weights, strict=True)), []
+
+    def _awaited(self, rule: layerwise.Forward) -> tuple[Mapping[str, Tensor], Forwards]:
+        """Weights that are drawn when used, and the modules that draw their outputs instead, with their forwards."""
+        noise = self._draw_noise() if self._open or rule is layerwise.flipout else None
+        drawing = self._drawing(noise)
+        made = [(module, drawing.forward(module, weight, bias, rule)) for module, weight, bias in self._layers]
+        weights = {name: drawing.weight(name) for name in self.layout.names}
+        return weights, [(module, forward) for module, forward in made if forward is not None]
+
+    def _drawing(self, noise: Tensor | None) -> Drawing:
+        locs, drawn = self._locations(), None if noise is None else self.layout.views(noise)
+        if long.in_pieces(self.rho) and len(self.family.raw) == 1:
+            tables = {name: locs[name] for module, name, _ in self._layers if layerwise.is_table(module)}
+            views = long.views(self.layout, self.rho, tables)
+            self._keep(noise, {"rho": views.whole_rho, **{f"model.{k}": v for k, v in views.whole_tables.items()}})
+            locs |= views.tables
+            return Drawing(self.family.of, {k: (loc, views.rho[k]) for k, loc in locs.items()}, drawn, sparse=True)
+        flat = self.family.of(self.rho, *self._raws())  # to compute all scales at once
+        shapes = [self.layout.views(getattr(flat, field.name)) for field in fields(flat)[1:]]
+        return Drawing(self.family, {k: (loc, *(shape[k] for shape in shapes)) for k, loc in locs.items()}, drawn)
+
+    def _locations(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in self.layout.names:
+            module, key = self._slots[name][0]
+            value = module._parameters[key]
+            assert value is not None
+            found[name] = value
         return found
 
-    def _location(self, name: str) -> Tensor:
-        module, key = self._slots[name][0]
-        value = module._parameters[key]
-        assert value is not None
-        return value
+    def _raws(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.family.raw]
 
-    def _draw_noise(self, posterior: Family) -> Tensor:
-        noise = posterior.noise()
-        self._kept = Kept(self.rho, noise, torch.is_grad_enabled())
+    def _draw_noise(self) -> Tensor:
+        noise = long.noise(self.family, self._raws())
+        self._keep(noise, {})
         return noise
 
-    def _noise_of_last_draw(self, posterior: Family) -> Tensor:
+    def _keep(self, noise: Tensor | None, views: Params) -> None:
+        self._kept = Kept(self.rho, noise if self._open else None, views, torch.is_grad_enabled())
+
+    def _noise_of_last_draw(self) -> Tensor:
         kept = self._kept
-        if kept is None or kept.rho is not self.rho or (torch.is_grad_enabled() and not kept.differentiable):
-            return self._draw_noise(posterior)
+        if kept is None or kept.noise is None or not kept.serves(self.rho):
+            return self._draw_noise()
         return kept.noise
 
     def _warn_if_infinite(self) -> None:
@@ -254,6 +292,10 @@ def assign(prior: Prior, names: Iterable[str], every: Iterable[str]) -> dict[str
     return found
 
 
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
 def _runs(layout: Layout, laws: Mapping[str, Distribution]) -> tuple[Run, ...]:
     """Neighbours with the same prior as one stretch: fewer and larger operations."""
     runs, start = [], 0
@@ -277,13 +319,13 @@ def _slots(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str
 
 
 def _layers(slots: Mapping[str, list[tuple[nn.Module, str]]]) -> list[tuple[nn.Module, str, str | None]]:
-    """(module, name of its weight, name of its bias if random) of every linear or convolution layer that shares
-    neither: of a tied weight, all uses must see one draw."""
+    """(module, name of its weight, name of its bias if random) of every linear, convolution or embedding layer that
+    shares neither: of a tied weight, all uses must see one draw."""
     named = {slot: name for name, places in slots.items() for slot in places}
     layers = []
     for (module, key), name in named.items():
         bias = named.get((module, "bias"))
         mine = len(slots[name]) == 1 and (bias is None or len(slots[bias]) == 1)
-        if key == "weight" and mine and layerwise.affine(module) is not None:
+        if key == "weight" and mine and (layerwise.affine(module) is not None or layerwise.is_table(module)):
             layers.append((module, name, bias))
     return layers

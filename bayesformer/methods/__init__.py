@@ -13,6 +13,7 @@ from torch import nn
 
 from bayesformer.errors import unknown_name
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
+from bayesformer.methods.laplace import Laplace
 from bayesformer.methods.layers import ConcreteDropout, MeanField
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
 from bayesformer.methods.problem import Method, Problem
@@ -25,6 +26,7 @@ __all__ = [
     "Ekf",
     "Ensemble",
     "Ivon",
+    "Laplace",
     "MCDropout",
     "Map",
     "MeanField",
@@ -57,6 +59,7 @@ METHODS: dict[str, type[Any]] = {
     "ivon": Ivon,
     "swag": Swag,
     "ekf": Ekf,
+    "laplace": Laplace,
 }
 
 

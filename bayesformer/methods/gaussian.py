@@ -16,7 +16,7 @@ from bayesformer.inference.ekf import diag as ekf_diag
 from bayesformer.methods.members import BuildTransform, facts_of, prior_of, run, shortened, task_of
 from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.methods.sampling import find_modes, spread_rows
-from bayesformer.posterior import Posterior
+from bayesformer.posterior import WAYS, Posterior, Way
 from bayesformer.train import Training, steps_per_epoch
 from bayesformer.types import LogJoint, Params, Transform
 from bayesformer.weights import GaussianWeights
@@ -71,7 +71,8 @@ def _posterior(
     else:
         weights = GaussianWeights(mean[0], None if sd is None else sd[0], full(law.factor, nothing), law.tril)
     model.requires_grad_(True)
-    return Posterior(model, problem.likelihood, weights, default_draws=method.draws, facts=facts)
+    way: Way = method.predictive
+    return Posterior(model, problem.likelihood, weights, default_draws=method.draws, predictive=way, facts=facts)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Vi:
     """draws per step"""
     draws: int = 30
     """draws per prediction"""
+    predictive: Way = "sampled"
+    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     warm_up: float = 0.0
     """share of the epochs spent finding a mode with Adam first"""
     subset: str = "*"
@@ -103,6 +106,7 @@ class Vi:
             log_sd=math.isfinite(self.log_sd),
             samples=self.samples >= 1,
             draws=self.draws >= 1,
+            predictive=self.predictive in WAYS,
             warm_up=0 <= self.warm_up < 1,
         )
         prior_of(self.prior)
@@ -154,6 +158,8 @@ class Ivon:
     """largest step of a weight before it is scaled by the rate"""
     draws: int = 30
     """draws per prediction"""
+    predictive: Way = "sampled"
+    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     warm_up: float = 0.0
     """share of the epochs spent finding a mode with Adam first"""
     subset: str = "*"
@@ -169,6 +175,7 @@ class Ivon:
             decay=0 < self.decay < 1,
             clip_radius=self.clip_radius > 0,
             draws=self.draws >= 1,
+            predictive=self.predictive in WAYS,
             warm_up=0 <= self.warm_up < 1,
         )
 
@@ -226,6 +233,8 @@ class Swag:
     """share of the epochs spent finding a mode with Adam"""
     draws: int = 30
     """draws per prediction"""
+    predictive: Way = "sampled"
+    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     subset: str = "*"
     """name pattern of the weights that move; the others stay at the mode"""
 
@@ -238,6 +247,7 @@ class Swag:
             every=self.every >= 1,
             warm_up=0 <= self.warm_up < 1,
             draws=self.draws >= 1,
+            predictive=self.predictive in WAYS,
         )
         prior_of(self.prior)
 
@@ -282,6 +292,8 @@ class Ekf:
     """share of the epochs spent finding a start with Adam"""
     draws: int = 30
     """draws per prediction"""
+    predictive: Way = "sampled"
+    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     subset: str = "*"
     """name pattern of the weights to infer; the others stay at the start"""
 
@@ -294,6 +306,7 @@ class Ekf:
             temperature=self.temperature > 0,
             warm_up=0 <= self.warm_up < 1,
             draws=self.draws >= 1,
+            predictive=self.predictive in WAYS,
         )
 
     def fit(self, problem: Problem) -> Posterior:

@@ -1,0 +1,293 @@
+"""Places in a forward pass where a parameter meets the data, and its gradient there for every example.
+
+A site knows what entered it and where its output is in the autograd graph. Given the gradient g of something in
+that output, it knows the gradient in its parameter, example by example. Letters: S columns (what is
+differentiated), B examples, R positions at which the parameter is used (tokens, patches, pixels; 1 for none).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+EVERY = slice(None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The numbers of a parameter that one use sees: all in their own order, or those at `index`."""
+
+    name: str
+    shape: torch.Size  # of the whole parameter
+    index: Tensor | None = None  # in the shape of the part; places in the flat parameter
+
+    @property
+    def size(self) -> int:
+        """Numbers of the whole parameter."""
+        return math.prod(self.shape)
+
+    def places(self, like: Tensor) -> Tensor:
+        """The index, written out."""
+        if self.index is not None:
+            return self.index
+        return torch.arange(self.size, device=like.device).view(self.shape)
+
+    def stretch(self) -> slice | None:
+        """Where the part lies, if it is one stretch of the flat parameter in order."""
+        if self.index is None:
+            return slice(0, self.size)
+        flat = self.index.flatten()
+        start = int(flat[0])
+        line = torch.arange(start, start + len(flat), device=flat.device)
+        return slice(start, start + len(flat)) if torch.equal(flat, line) else None
+
+    def put(self, values: Tensor) -> Tensor:
+        """(S, B, numbers of the part) -> (S, B, *shape of the parameter), 0 elsewhere."""
+        if self.index is not None:
+            whole = values.new_zeros(*values.shape[:2], self.size)
+            values = whole.index_add_(2, self.index.flatten(), values)
+        return values.view(*values.shape[:2], *self.shape)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where the batch is in a tensor: an axis of its own, or the slow part of a flattened first axis."""
+
+    number: int
+    examples: int
+    flat: bool = False
+
+    def front(self, tensor: Tensor) -> Tensor:
+        """(B, rest): the batch first."""
+        if self.flat:
+            return tensor.unflatten(0, (self.examples, -1))
+        return tensor if self.number == 0 else tensor.movedim(self.number, 0)
+
+
+class Site(Protocol):
+    """One use of one parameter."""
+
+    kind: ClassVar[str]
+
+    @property
+    def part(self) -> Part:
+        """Which numbers of the parameter it sees."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The parameter."""
+        ...
+
+    @property
+    def edge(self) -> GradientEdge | None:
+        """The site's output in the autograd graph; None where the site has no output of its own."""
+        ...
+
+    def arrange(self, gradient: Tensor | None) -> Tensor:
+        """One column's gradient in the site's output, as autograd gives it, in this site's form (B, ...)."""
+        ...
+
+    def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """(S, B, ...) from `backpropagate` -> (S, B, numbers of the part): each example's gradient in the part."""
+        ...
+
+    def per_example(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """The same in the whole parameter, (S, B, *shape), 0 where the site does not see it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Output:
+    """A site's output: its edge in the graph, its shape, and where its batch is."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    axis: Axis
+    dtype: torch.dtype
+    device: torch.device
+
+    def front(self, gradient: Tensor | None) -> Tensor:
+        """The gradient with the batch first; 0 where nothing depends on this output."""
+        if gradient is None:
+            gradient = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self.axis.front(gradient)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What every site with an output has."""
+
+    part: Part
+    output: Output
+
+    @property
+    def name(self) -> str:
+        """The parameter."""
+        return self.part.name
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The site's output in the autograd graph."""
+        return self.output.edge
+
+    def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """(S, B, numbers of the part)."""
+        raise NotImplementedError
+
+    def per_example(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """(S, B, *shape)."""
+        return self.part.put(self.values(gradient, examples))
+
+
+@dataclass(frozen=True)
+class LinearSite(_Placed):
+    """out = W a at R positions: g (S, B, R, out) and `inputs` a (B, R, in); the gradient is Σ_r g_r a_rᵀ.
+
+    `turned` says that the parameter holds Wᵀ (in, out), as Hugging Face's Conv1D does. A convolution is this
+    too, its inputs being patches.
+    """
+
+    kind: ClassVar[str] = "linear"
+    inputs: Tensor
+    turned: bool = False
+    channels_second: bool = False
+
+    def arrange(self, gradient: Tensor | None) -> Tensor:
+        """(B, R, out)."""
+        gradient = self.output.front(gradient)
+        if self.channels_second:
+            gradient = gradient.movedim(1, -1)
+        return gradient if gradient.dim() == 3 else gradient.reshape(len(gradient), -1, gradient.shape[-1])
+
+    def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """Σ_r g_r a_rᵀ."""
+        g, a = gradient[:, examples], self.inputs[examples]
+        return (a.mT @ g if self.turned else g.mT @ a).flatten(2)
+
+
+@dataclass(frozen=True)
+class EmbeddingSite(_Placed):
+    """Rows of a table looked up at R positions: g (S, B, R, D) and `tokens` (B, R)."""
+
+    kind: ClassVar[str] = "embedding"
+    tokens: Tensor
+    padding: int | None = None
+
+    def arrange(self, gradient: Tensor | None) -> Tensor:
+        """(B, R, D), 0 at the padding token, whose row never moves."""
+        gradient = self.output.front(gradient).reshape(*self.tokens.shape, -1)
+        if self.padding is not None:
+            gradient = gradient.masked_fill((self.tokens == self.padding).unsqueeze(-1), 0)
+        return gradient
+
+    def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """g added up by token."""
+        g, tokens = gradient[:, examples], self.tokens[examples]
+        table = g.new_zeros(*g.shape[:2], *self.part.shape)
+        return table.scatter_add_(2, tokens.unsqueeze(-1).expand_as(g), g).flatten(2)
+
+
+@dataclass(frozen=True)
+class ElementSite(_Placed):
+    """out = x + p, or x ∘ p, with p broadcast: g (S, B, ...) and, for a product, `inputs` x (B, ...).
+
+    Biases, positions, class tokens; the gains of LayerNorm and RMSNorm, where x is normalised already.
+    """
+
+    kind: ClassVar[str] = "element"
+    shape: torch.Size  # of the part, 1 where it is broadcast, without the batch axis
+    inputs: Tensor | None = None
+    sign: int = 1
+
+    def arrange(self, gradient: Tensor | None) -> Tensor:
+        """(B, ...)."""
+        return self.output.front(gradient)
+
+    def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """g, or g ∘ x, summed over the axes p was broadcast along."""
+        whole = examples == EVERY
+        g = gradient if whole else gradient[:, examples]
+        g = g if self.sign == 1 else -g
+        if self.inputs is not None:
+            g = g * (self.inputs if whole else self.inputs[examples])
+        broadcast = [i + 2 for i, length in enumerate(self.shape) if length == 1 and g.shape[i + 2] > 1]
+        g = g.sum(broadcast) if broadcast else g
+        return g if g.dim() == 3 else g.reshape(*g.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class GeneralSite:
+    """Any other use: no output of its own; `backpropagate` finds each example's gradient with a backward of its own.
+
+    Slow (S · B backward passes), and right for whatever the model does with the parameter.
+    """
+
+    kind: ClassVar[str] = "general"
+    part: Part
+    parameter: Tensor
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The parameter."""
+        return self.part.name
+
+    @property
+    def edge(self) -> None:
+        """None."""
+        return
+
+    def arrange(self, gradient: Tensor | None) -> Tensor:
+        """The gradient of one example, in the shape of the parameter."""
+        return torch.zeros_like(self.parameter) if gradient is None else gradient
+
+    def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """The gradient is that already."""
+        return gradient[:, examples].flatten(2)
+
+    def per_example(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
+        """The gradient is that already."""
+        return gradient[:, examples]
+
+
+def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tensor]:
+    """For each site g (S, B, ...): the gradient of Σ columns ∘ outputs in the site's output.
+
+    `columns` is (S, B, ..., K) for outputs (B, ..., K). One backward pass per column to the outputs of the
+    sites; the gradients of weights, half of an ordinary backward pass, are not computed. The graph is kept for
+    more columns and goes with `outputs`.
+    """
+    edges = {id(site.edge): site.edge for site in sites if site.edge is not None}
+    general = [site for site in sites if isinstance(site, GeneralSite)]
+    found: list[list[Tensor]] = [[] for _ in sites]
+    for column in columns:
+        gradients: dict[int, Tensor | None] = {}
+        if edges:
+            answers = torch.autograd.grad(outputs, list(edges.values()), column, retain_graph=True, allow_unused=True)
+            gradients = dict(zip(edges, answers, strict=True))
+        whole = dict(zip(map(id, general), _one_by_one(general, outputs, column), strict=True))
+        for site, kept in zip(sites, found, strict=True):
+            slow = isinstance(site, GeneralSite)
+            kept.append(whole[id(site)] if slow else site.arrange(gradients[id(site.edge)]))
+    return [kept[0].unsqueeze(0) if len(kept) == 1 else torch.stack(kept) for kept in found]
+
+
+def _one_by_one(sites: list[GeneralSite], outputs: Tensor, column: Tensor) -> list[Tensor]:
+    """(B, *shape) for each: a backward pass per example."""
+    if not sites:
+        return []
+    parameters = [site.parameter for site in sites]
+    found: list[list[Tensor]] = [[] for _ in sites]
+    for n in range(len(outputs)):
+        only = torch.zeros_like(column)
+        only[n] = column[n]
+        answers = torch.autograd.grad(outputs, parameters, only, retain_graph=True, allow_unused=True)
+        for site, answer, kept in zip(sites, answers, found, strict=True):
+            kept.append(site.arrange(answer))
+    return [torch.stack(kept) for kept in found]

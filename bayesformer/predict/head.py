@@ -1,0 +1,124 @@
+"""The last layer in closed form: outputs f = W φ + b have Jacobian I ⊗ φᵀ, so no backward pass is needed.
+
+For a Gaussian over W (K, D) and features φ (..., D), the covariance of the K outputs is, by the form of the block,
+
+    diagonal     V_kk = Σ_i σ²_ki φ_i²
+    Kronecker    Q_B diag_k( Σ_j (q_jᵀφ)² / D_kj ) Q_Bᵀ
+    dense        φᵀ Σ_kl φ
+    low rank     the prior's diagonal less what k columns take away
+
+A bias is a weight whose one feature is 1. Nothing is K by K unless Q_B or the dense block already is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bayesformer.curvature.sites import ElementSite, LinearSite, Site
+from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank
+from bayesformer.types import GaussianOutputs
+
+SQUARE = 512  # outputs up to which K by K matrices are formed where they are needed to be exact
+
+
+@dataclass
+class Parts:
+    """A covariance over K outputs under construction: diagonal + Σ added addedᵀ - Σ removed removedᵀ."""
+
+    diagonal: Tensor  # (..., K)
+    added: list[Tensor] = field(default_factory=list)  # each (..., K, r)
+    removed: list[Tensor] = field(default_factory=list)
+
+    def outputs(self, mean: Tensor) -> GaussianOutputs:
+        """The Gaussian. Beyond `SQUARE` outputs what is removed keeps its diagonal only: variances stay exact."""
+        if not self.removed:
+            return GaussianOutputs(mean, self.diagonal, torch.cat(self.added, -1) if self.added else None)
+        if mean.shape[-1] <= SQUARE:
+            taken = torch.cat(self.removed, -1)
+            whole = torch.diag_embed(self.diagonal) - taken @ taken.mT
+            for root in self.added:
+                whole = whole + root @ root.mT
+            return GaussianOutputs.of(mean, whole)
+        taken = sum((root.square().sum(-1) for root in self.removed[1:]), self.removed[0].square().sum(-1))
+        kept = (self.diagonal - taken).clamp_min(0)  # below 0 only by rounding
+        return GaussianOutputs(mean, kept, torch.cat(self.added, -1) if self.added else None)
+
+
+def add_block(parts: Parts, block: Block, features: Sequence[Tensor]) -> None:
+    """Add what a block says of the outputs: over one W (K, D) row by row, or several after each other.
+
+    `features` are the (..., D) of each.
+    """
+    outputs = parts.diagonal.shape[-1]
+    if isinstance(block, Diagonal):
+        parts.diagonal = parts.diagonal + _variances(block.variance, features, outputs)
+    elif isinstance(block, Kronecker) and len(features) == 1:
+        _add_kronecker(parts, block, features[0])
+    elif isinstance(block, Dense):
+        parts.added.append(contract(block.tril, features, outputs))
+    elif isinstance(block, LowRank):
+        parts.diagonal = parts.diagonal + _variances(block.prior.reciprocal(), features, outputs)
+        columns = block.vectors * (block.values / (1 + block.values)).sqrt() * block.prior.rsqrt().unsqueeze(-1)
+        parts.removed.append(contract(columns, features, outputs))
+    else:
+        raise ValueError(
+            f"block must have a form known here, over one weight if Kronecker; got {type(block).__name__}."
+        )
+
+
+def _variances(variance: Tensor, features: Sequence[Tensor], outputs: int) -> Tensor:
+    """(..., K): Σ_i σ²_ki φ_i²."""
+    own = variance.split([outputs * f.shape[-1] for f in features])
+    found = [f.square() @ v.view(outputs, -1).mT for f, v in zip(features, own, strict=True)]
+    return sum(found[1:], found[0])
+
+
+def contract(columns: Tensor, features: Sequence[Tensor], outputs: int) -> Tensor:
+    """(..., K, r): Σ_i φ_i columns[(k, i), :]."""
+    found = []
+    for f, own in zip(features, columns.split([outputs * f.shape[-1] for f in features]), strict=True):
+        table = own.view(outputs, f.shape[-1], -1).transpose(0, 1).flatten(1)  # (D, K · r)
+        found.append((f @ table).unflatten(-1, (outputs, -1)))
+    return sum(found[1:], found[0])
+
+
+def _add_kronecker(parts: Parts, block: Kronecker, features: Tensor) -> None:
+    rotated = features if block.in_vectors is None else features @ block.in_vectors
+    inverse = block.precisions.reciprocal()
+    spread = rotated.square() @ inverse.mT  # (..., k)
+    if block.in_vectors is not None and block.in_vectors.shape[0] != block.in_vectors.shape[1]:
+        rest = features.square().sum(-1, keepdim=True) - rotated.square().sum(-1, keepdim=True)
+        spread = spread + rest.clamp_min(0) / block.prior  # features outside the vectors see the prior
+    if block.out_vectors is None:
+        parts.diagonal = parts.diagonal + spread
+        return
+    parts.added.append(block.out_vectors * spread.sqrt().unsqueeze(-2))
+    if block.out_vectors.shape[0] != block.out_vectors.shape[1]:
+        # c (I - U Uᵀ) for the outputs outside the vectors, which see the prior: c = |φ|² / d.
+        size = features.square().sum(-1, keepdim=True) / block.prior
+        parts.diagonal = parts.diagonal + size
+        parts.removed.append(block.out_vectors * size.sqrt().unsqueeze(-2))
+
+
+def features_of(outputs: Tensor, sites: Sequence[Site]) -> dict[str, Tensor]:
+    """For each parameter whose only use gives the outputs, its features in their shape, (B, ..., D)."""
+    uses, found = Counter(site.name for site in sites), {}
+    for site in sites:
+        if not gives(site, outputs) or uses[site.name] > 1 or site.part.index is not None or outputs.dim() == 1:
+            continue
+        if isinstance(site, LinearSite) and not site.turned:
+            found[site.name] = site.inputs.reshape(*outputs.shape[:-1], -1)
+        elif isinstance(site, ElementSite) and site.inputs is None and site.part.shape == outputs.shape[-1:]:
+            found[site.name] = torch.full_like(outputs[..., :1].detach(), site.sign)
+    return found
+
+
+def gives(site: Site, outputs: Tensor) -> bool:
+    """Whether what this site gives is the model's outputs."""
+    edge = site.edge
+    return edge is not None and edge.node is outputs.grad_fn and edge.output_nr == outputs.output_nr

@@ -1,0 +1,231 @@
+"""From a Gaussian over weights and the Jacobian of some outputs to roots W of their covariance: V = Σ W Wᵀ.
+
+The Jacobian comes one parameter at a time, for C outputs of each of B examples, in the form its layer gives it in. A
+covariance block is applied there and then, so that no more than one layer's share is ever in memory, except for
+blocks that span several parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bayesformer.curvature.sites import EmbeddingSite, LinearSite, Site
+from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank
+from bayesformer.network import Layout
+from bayesformer.weights import BlockGaussian, GaussianWeights, Weights
+
+CACHE = 2**18  # numbers of a Jacobian handled at once: what is computed from it should not leave the cache
+
+Uses: TypeAlias = dict[str, list[tuple[Site, Tensor]]]
+"""The sites of each parameter in a pass, with the slopes there."""
+
+
+Roots: TypeAlias = Iterator[tuple[slice, Tensor]]
+"""Some examples, and J times a root of Σ for them, (b, C, q): the Gram matrices of these are J Σ Jᵀ."""
+
+
+def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) -> Roots:
+    """Of a weight used at R positions, G = Σ_r g_r a_rᵀ.
+
+    Kronecker blocks rotate g and a first, for all examples together: then Σ is a product with 1 / D.
+    """
+    inputs, shape = site.inputs, (slopes.shape[-1], site.inputs.shape[-1])
+    if isinstance(block, Kronecker) and block.complete:
+        left, right = block.out_vectors, block.in_vectors
+        scale = block.precisions.rsqrt()
+        if site.turned:
+            left, right, scale = right, left, scale.mT
+        slopes = slopes if left is None else slopes @ left
+        inputs = inputs if right is None else inputs @ right
+    elif isinstance(block, Diagonal):
+        scale = block.variance.sqrt()
+        scale = scale.view(shape[::-1]).mT if site.turned else scale.view(shape)
+    else:
+        for some in _few(slopes, block.size, joint):
+            matrices = _products(slopes[:, some], inputs[some])
+            yield some, times_root(block, (matrices.mT if site.turned else matrices).flatten(-2))
+        return
+    for some in _few(slopes, block.size, joint):
+        yield some, _products(slopes[:, some], inputs[some]).mul_(scale).flatten(-2)
+
+
+def _products(slopes: Tensor, inputs: Tensor) -> Tensor:
+    """(C, b, R, out), (b, R, in) -> (b, C, out, in): Σ_r g_r a_rᵀ."""
+    columns, batch, positions, out = slopes.shape
+    if positions == 1:  # an outer product, not a matrix product of inner size 1
+        return slopes.squeeze(2).transpose(0, 1).unsqueeze(-1) * inputs.unsqueeze(1)
+    stacked = slopes.permute(1, 0, 3, 2).reshape(batch, columns * out, positions)
+    return (stacked @ inputs).view(batch, columns, out, -1)
+
+
+def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
+    """Of an embedding table, whose rows are 0 but for the tokens that occur.
+
+    A token that occurs often has its slopes summed where it first occurs; the rest of the table is left out.
+    """
+    tokens, count = site.tokens, site.part.shape[0]
+    if isinstance(block, Diagonal):
+        scale = block.variance.view(count, -1).sqrt()[tokens]
+    elif isinstance(block, Kronecker) and block.complete and block.out_vectors is None:
+        slopes = slopes if block.in_vectors is None else slopes @ block.in_vectors
+        scale = block.precisions.rsqrt()[tokens]
+    else:
+        yield from row_roots(site, slopes, block, joint=False)
+        return
+    same = tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # (B, R, R)
+    first = ~same.tril(-1).any(-1)
+    summed = same.to(slopes) @ slopes
+    yield slice(0, len(tokens)), (summed * (scale * first.unsqueeze(-1))).transpose(0, 1).flatten(-2)
+
+
+def row_roots(site: Site, slopes: Tensor, block: Block, joint: bool) -> Roots:
+    """Of any parameter: every row of J times a root of Σ."""
+    for some in _few(slopes, block.size, joint):
+        yield some, times_root(block, site.per_example(slopes, some).flatten(2).transpose(0, 1))
+
+
+def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) -> Roots:
+    """From `slopes` (C, B, ...) in a site's output, by the kind of the site.
+
+    `joint` keeps roots comparable between examples: the rows of a table that occur are not the same ones in each.
+    """
+    if isinstance(site, LinearSite):
+        return matrix_roots(site, slopes, block, joint)
+    if isinstance(site, EmbeddingSite) and not joint:
+        return table_roots(site, slopes, block)
+    return row_roots(site, slopes, block, joint)
+
+
+def times_root(block: Block, rows: Tensor) -> Tensor:
+    """Rows times L where Σ = L Lᵀ. `colour` multiplies by Lᵀ, the same where the root is symmetric."""
+    if isinstance(block, Dense):
+        return rows @ block.tril
+    if isinstance(block, LowRank):
+        white = rows * block.prior.rsqrt()
+        return white + ((white @ block.vectors) * ((1 + block.values).rsqrt() - 1)) @ block.vectors.mT
+    return block.colour(rows)
+
+
+class Piece(NamedTuple):
+    """A block and where its weights lie."""
+
+    block: Block
+    names: tuple[str, ...]  # the parameters it touches
+    columns: Tensor  # (p,): its weights among those of these parameters, one after another
+    stretch: slice | None  # in the flat vector, if they lie in one stretch
+    whole: bool  # these parameters and nothing else, in their own order
+
+
+class Spread:
+    """The blocks of a Gaussian over weights, ready to meet the sites of a forward pass."""
+
+    def __init__(self, layout: Layout, weights: Weights) -> None:
+        if not isinstance(weights, GaussianWeights | BlockGaussian):
+            raise ValueError(
+                f"weights must follow a Gaussian to be linearised; got {type(weights).__name__}. "
+                "Use predictive='sampled'."
+            )
+        self.layout, self.places = layout, _places(layout)
+        self.pieces: list[Piece] = []
+        self.factor: dict[str, Tensor] = {}
+        if isinstance(weights, BlockGaussian):
+            for place, block in zip(weights.places, weights.blocks, strict=True):
+                self.pieces.append(self._piece(place, block))
+        else:
+            self._take_apart(weights)
+
+    def _piece(self, place: slice | Tensor, block: Block) -> Piece:
+        where = torch.arange(self.layout.size)[place.cpu() if isinstance(place, Tensor) else place]
+        if len(where) != block.size:
+            raise ValueError(f"places must be as many as a block has weights, {block.size}; got {len(where)}.")
+        names = tuple(n for n, s in self.places.items() if bool(((where >= s.start) & (where < s.stop)).any()))
+        columns = torch.cat([torch.arange(self.places[n].start, self.places[n].stop) for n in names])
+        position = torch.zeros(self.layout.size, dtype=torch.int64)
+        position[columns] = torch.arange(len(columns))
+        start = int(where[0])
+        stretch = torch.equal(where, torch.arange(start, start + len(where)))
+        whole = torch.equal(where, columns)
+        return Piece(block, names, position[where], slice(start, start + len(where)) if stretch else None, whole)
+
+    def _take_apart(self, weights: GaussianWeights) -> None:
+        if weights.tril is not None:
+            self.pieces.append(self._piece(slice(0, self.layout.size), Dense(weights.tril)))
+        for name, place in self.places.items():
+            if weights.sd is not None and bool(weights.sd[place].any()):
+                self.pieces.append(self._piece(place, Diagonal(weights.sd[place].square())))
+            if weights.factor is not None and bool(weights.factor[:, place].any()):
+                self.factor[name] = weights.factor[:, place].mT
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that have any spread."""
+        found = {name for piece in self.pieces for name in piece.names} | set(self.factor)
+        return tuple(name for name in self.places if name in found)
+
+    def roots(
+        self, sites: Sequence[Site], slopes: Sequence[Tensor], skip: Container[int] = (), joint: bool = False
+    ) -> Roots:
+        """Roots of all pieces one after another; `slopes` from backpropagation.
+
+        Pieces whose number is in `skip` are left out; with `joint` all examples come at once, and their roots are
+        those of one covariance over all of them.
+        """
+        uses: Uses = defaultdict(list)
+        for site, slope in zip(sites, slopes, strict=True):
+            uses[site.name].append((site, slope))
+        for number, piece in enumerate(self.pieces):
+            used = [] if number in skip else [use for name in piece.names for use in uses[name]]
+            if not used:
+                continue  # a parameter that this pass did not use has a Jacobian of 0
+            if len(used) == 1 and self.stretch(used[0][0]) == piece.stretch is not None:
+                yield from site_roots(*used[0], piece.block, joint)
+                continue
+            for some in _few(used[0][1], piece.block.size, joint):
+                rows = torch.cat([self._rows(name, uses[name], used[0][1], some) for name in piece.names], -1)
+                yield some, times_root(piece.block, rows[..., piece.columns.to(rows.device)])
+        yield from self._factor_roots(uses, joint)
+
+    def _factor_roots(self, uses: Uses, joint: bool) -> Roots:
+        used = [use for name in self.factor for use in uses[name]]
+        if used:
+            for some in _few(used[0][1], self.layout.size, joint):
+                parts = [self._rows(name, uses[name], used[0][1], some) @ f for name, f in self.factor.items()]
+                yield some, sum(parts[1:], parts[0])
+
+    def stretch(self, site: Site) -> slice | None:
+        """Where the weights of a site lie in the flat vector, if in one stretch."""
+        inner, start = site.part.stretch(), self.places[site.name].start
+        return None if inner is None else slice(start + inner.start, start + inner.stop)
+
+    def _rows(self, name: str, uses: list[tuple[Site, Tensor]], like: Tensor, some: slice) -> Tensor:
+        """(b, C, p): the Jacobian of a parameter for some examples, summed over its uses."""
+        if not uses:
+            place, few = self.places[name], like[0, some]
+            return like.new_zeros(len(few), len(like), place.stop - place.start)
+        rows = [site.per_example(slope, some).flatten(2) for site, slope in uses]
+        return sum(rows[1:], rows[0]).transpose(0, 1)
+
+
+def _few(slopes: Tensor, width: int, joint: bool) -> Iterator[slice]:
+    """Examples so few that their Jacobian in `width` weights stays in the cache; or all."""
+    columns, batch = slopes.shape[:2]
+    size = batch if joint else max(1, CACHE // (columns * width))
+    return (slice(start, start + size) for start in range(0, batch, size))
+
+
+def gram(root: Tensor, width: int) -> Tensor:
+    """(b, S, K, K): W Wᵀ among the K = `width` outputs of each position, from (b, S · K, q)."""
+    grouped = root.unflatten(1, (-1, width))
+    return grouped @ grouped.mT
+
+
+def _places(layout: Layout) -> dict[str, slice]:
+    starts = [0]
+    for size in layout.sizes:
+        starts.append(starts[-1] + size)
+    return {name: slice(a, b) for name, a, b in zip(layout.names, starts, starts[1:], strict=False)}

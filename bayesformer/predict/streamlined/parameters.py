@@ -1,0 +1,184 @@
+"""A Gaussian over a model's weights as uncertain tensors, parameter by parameter.
+
+Correlations within a weight matrix (or a matrix and its bias) are kept in a `Structure`; correlations between layers
+have no place in a pass that takes layers as independent, so they are refused unless `correlations="drop"`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker
+from bayesformer.network import Layout
+from bayesformer.predict.streamlined.carrier import Run, Uncertain
+from bayesformer.predict.streamlined.structure import Complete, Factored, Structure
+from bayesformer.weights import BlockGaussian, GaussianWeights, Weights
+
+SUPPORTED = "independent weights, Kronecker or dense blocks over one weight matrix, or over it and its bias"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a parameter's spread besides its variances."""
+
+    structure: Structure
+    turned: bool = False
+
+
+def uncertain_parameters(layout: Layout, weights: Weights, run: Run) -> dict[str, Tensor]:
+    """Every parameter at its mean: uncertain where it has spread, plain where it has none."""
+    variance, known, vectors = _spreads(layout, weights, run)
+    _check_variance(variance, layout)
+    means, spreads = layout.views(weights.mean.detach()), layout.views(variance)
+    found: dict[str, Tensor] = {}
+    for name, mean in means.items():
+        if not bool(spreads[name].any()):
+            found[name] = mean
+            continue
+        tensor = Uncertain(mean, vectors.get(name, spreads[name]), run)
+        if name in known:
+            tensor.structure, tensor.turned = known[name].structure, known[name].turned
+        found[name] = tensor
+    return found
+
+
+def _spreads(layout: Layout, weights: Weights, run: Run) -> tuple[Tensor, dict[str, Known], dict[str, Tensor]]:
+    """Variances (P,), structures of matrices, and covariances of vectors (biases, gains)."""
+    if isinstance(weights, BlockGaussian):
+        return _of_blocks(layout, weights, run)
+    if isinstance(weights, GaussianWeights):
+        return _of_gaussian(layout, weights, run)
+    raise ValueError(
+        f"weights must be Gaussian for a streamlined pass; got {type(weights).__name__}. "
+        "Draws (ensembles, chains) have no variance of their own: predict with them by sampling."
+    )
+
+
+def _of_gaussian(
+    layout: Layout, weights: GaussianWeights, run: Run
+) -> tuple[Tensor, dict[str, Known], dict[str, Tensor]]:
+    variance = torch.zeros_like(weights.mean) if weights.sd is None else weights.sd.square()
+    if weights.factor is not None:
+        _refuse(run, "a low-rank part that correlates all weights")
+        variance = variance + weights.factor.square().sum(0)
+    if weights.tril is None:
+        return variance, {}, {}
+    block = Dense(weights.tril)
+    if weights.sd is not None or weights.factor is not None:
+        _refuse(run, "a dense part beside another")
+        return variance + block.diagonal(), {}, {}
+    return _of_blocks(layout, BlockGaussian(weights.mean, (slice(0, layout.size),), (block,)), run)
+
+
+def _of_blocks(layout: Layout, weights: BlockGaussian, run: Run) -> tuple[Tensor, dict[str, Known], dict[str, Tensor]]:
+    known: dict[str, Known] = {}
+    vectors: dict[str, Tensor] = {}
+    for place, block in zip(weights.places, weights.blocks, strict=True):
+        if isinstance(block, Diagonal):
+            continue
+        index = torch.arange(layout.size)[place] if isinstance(place, slice) else place.cpu()
+        fits = dict(_matching(layout, index, block, run, vectors))
+        known |= fits
+    return weights.variance(), known, vectors
+
+
+def _matching(
+    layout: Layout, index: Tensor, block: Block, run: Run, vectors: dict[str, Tensor]
+) -> Iterator[tuple[str, Known]]:
+    """The structure of the parameter that a block is about."""
+    touched = _touched(layout, index)
+    matrix = next((name for name, (_, shape) in touched.items() if len(shape) > 1), None)
+    if isinstance(block, Kronecker) and matrix is not None and len(touched) <= 2:
+        found = _kronecker(touched, matrix, index, block, run)
+        if found is not None:
+            yield matrix, found
+            return
+    if isinstance(block, Dense):
+        yield from _dense(touched, index, block, run, vectors)
+        return
+    _refuse(run, f"a {type(block).__name__} block over {', '.join(touched)}")
+
+
+def _touched(layout: Layout, index: Tensor) -> Mapping[str, tuple[Tensor, tuple[int, ...]]]:
+    """Parameters with weights in a block: where they lie in the flat vector, and their shape."""
+    found, start = {}, 0
+    for name, shape, size in zip(layout.names, layout.shapes, layout.sizes, strict=True):
+        if bool(((index >= start) & (index < start + size)).any()):
+            found[name] = (torch.arange(start, start + size), shape)
+        start += size
+    return found
+
+
+def _orders(place: Tensor, shape: tuple[int, ...], bias: Tensor | None) -> Iterator[tuple[Tensor, bool]]:
+    """The orders in which a matrix (with its bias as a last column) may lie in a block, and whether it is turned."""
+    matrix = place.view(shape[0], math.prod(shape[1:]))
+    for table, turned in ((matrix, False), (matrix.mT, True)):
+        if bias is None:
+            yield table, turned
+        elif len(bias) == len(table):
+            yield torch.cat([table, bias[:, None]], 1), turned
+
+
+def _kronecker(
+    touched: Mapping[str, tuple[Tensor, tuple[int, ...]]], matrix: str, index: Tensor, block: Kronecker, run: Run
+) -> Known | None:
+    bias = next((place for name, (place, _) in touched.items() if name != matrix), None)
+    for table, turned in _orders(*touched[matrix], bias):
+        if tuple(table.shape) == block.shape and torch.equal(table.flatten(), index):
+            return Known(Factored.of(block, run.settings.kronecker, bias is not None), turned)
+    return None
+
+
+def _dense(
+    touched: Mapping[str, tuple[Tensor, tuple[int, ...]]],
+    index: Tensor,
+    block: Dense,
+    run: Run,
+    vectors: dict[str, Tensor],
+) -> Iterator[tuple[str, Known]]:
+    """A matrix and its bias together, or every parameter by itself where layers are correlated and that is dropped."""
+    order = {int(i): position for position, i in enumerate(index.tolist())}
+    matrices = [name for name, (_, shape) in touched.items() if len(shape) > 1]
+    names = list(touched)
+    if len(matrices) == 1 and len(names) == 2:
+        bias = touched[next(name for name in names if name != matrices[0])][0]
+        for table, turned in _orders(*touched[matrices[0]], bias):
+            yield matrices[0], Known(Complete(_sub(block, table, order), with_bias=True), turned)
+            return
+    if len(names) > 1:
+        _refuse(run, f"a dense block over {len(names)} parameters")
+    for name, (place, shape) in touched.items():
+        if not all(int(i) in order for i in place.tolist()):
+            _refuse(run, f"a dense block over a part of {name}")
+        elif len(shape) > 1:
+            table = place.view(shape[0], -1)
+            yield name, Known(Complete(_sub(block, table, order)))
+        elif run.settings.propagate == "full":
+            rows = block.tril[[order[int(i)] for i in place.tolist()]]
+            vectors[name] = rows @ rows.mT
+
+
+def _sub(block: Dense, table: Tensor, order: Mapping[int, int]) -> Tensor:
+    """(out, in, out, in): Σ of the weights in a table of places."""
+    rows = block.tril[[order[int(i)] for i in table.flatten().tolist()]]
+    return (rows @ rows.mT).view(*table.shape, *table.shape)
+
+
+def _refuse(run: Run, what: str) -> None:
+    if run.settings.correlations == "error":
+        raise ValueError(
+            f"a streamlined pass cannot use {what}; it supports {SUPPORTED}. Use correlations='drop' to go on with the "
+            "variances (and correlations within a layer), or mode='correlated'."
+        )
+
+
+def _check_variance(variance: Tensor, layout: Layout) -> None:
+    for name, part in layout.views(variance).items():
+        if not bool(torch.isfinite(part).all()) or bool((part < 0).any()):
+            worst = part.min().item() if torch.isfinite(part).all() else math.nan
+            raise ValueError(f"the variance of {name} must be finite and not negative; got {worst}.")

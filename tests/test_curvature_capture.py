@@ -1,0 +1,305 @@
+"""Every use of a parameter is seen, example by example, on every kind of model; or it is said that it is not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bayesformer.curvature import Capture, backpropagate
+from bayesformer.curvature.capture import mismatches
+from bayesformer.network import apply, trainable
+from tests.curvature_zoo import MODELS, build
+
+
+def summed(run, sites, gradients):
+    """{name: (S, B, *shape)}: the sites of each parameter added up."""
+    total = {}
+    for site, g in zip(sites, gradients, strict=True):
+        values = site.per_example(g)
+        assert values.shape[2:] == run.parameters[site.name].shape
+        total[site.name] = total[site.name] + values if site.name in total else values
+    return total
+
+
+def check(model, inputs, run=None):
+    """The gradients of every example alone, against autograd."""
+    run = run or Capture(model)
+    outputs, sites = run(inputs)
+    columns = torch.randn(2, *outputs.shape, dtype=outputs.dtype)
+    total = summed(run, sites, backpropagate(sites, outputs, columns))
+    for n in range(len(outputs)):
+        only = torch.zeros_like(columns[1])
+        only[n] = columns[1, n]
+        exact = torch.autograd.grad(outputs, list(run.parameters.values()), only, retain_graph=True, allow_unused=True)
+        scale = max(g.abs().max() for g in exact if g is not None)
+        for (name, p), g in zip(run.parameters.items(), exact, strict=True):
+            found = total[name][1, n] if name in total else torch.zeros_like(p)
+            torch.testing.assert_close(found, torch.zeros_like(p) if g is None else g, rtol=1e-9, atol=1e-12 * scale)
+    return run, sites
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sites_add_up_to_each_example_s_gradient(name):
+    model, _, data = build(name)
+    run, sites = check(model, data.inputs)
+    expected = {"odd": "torch.functional.einsum"} if name == "convolution" else {}
+    assert run.general == expected
+    plain = apply(model, data.inputs)
+    torch.testing.assert_close(run(data.inputs)[0], plain, rtol=1e-12, atol=1e-12)
+    assert all(p.requires_grad and p.grad is None for p in trainable(model).values())
+    assert {site.name for site in sites} <= set(trainable(model))
+
+
+def test_kinds_of_sites():
+    model, _, data = build("gpt2")
+    sites = Capture(model)(data.inputs)[1]
+    tied = [site.kind for site in sites if site.name == "transformer.wte.weight"]
+    assert tied == ["embedding", "linear"]
+    packed = next(site for site in sites if site.name == "transformer.h.0.attn.c_attn.weight")
+    assert packed.turned
+    assert packed.inputs.shape == (4, 5, 4)
+    assert not packed.inputs.requires_grad
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_a_batch_axis_that_is_not_first(length):
+    """As many positions as examples, in the first look or later: the axis is found all the same."""
+
+    class Second(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.TransformerEncoderLayer(4, 2, 6), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(x.transpose(0, 1))).transpose(0, 1)
+
+    model = Second().double().eval()
+    run, sites = check(model, torch.randn(4, length, 4, dtype=torch.float64))
+    assert run.general == {}
+    assert next(s for s in sites if s.name == "layer.linear1.weight").inputs.shape == (4, length, 4)
+
+
+def test_small_gains_do_not_cost_digits():
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = nn.LayerNorm(3), nn.RMSNorm(3, eps=1e-6), nn.LayerNorm(3, bias=False)
+
+        def forward(self, x):
+            return self.three(self.two(self.one(x)))
+
+    model, x = Norms().double().eval(), torch.randn(3, 2, 3, dtype=torch.float64)
+    for gains in ([1.0, 0.7, -1.2], [1.0, 0.0, 1e-12]):
+        with torch.no_grad():
+            for norm in (model.one, model.two, model.three):
+                norm.weight.copy_(torch.tensor(gains, dtype=torch.float64))
+            model.one.bias.copy_(torch.tensor([0.3, -0.1, 0.2]))
+        check(model, x)
+
+
+class Bare(nn.Module):
+    """One parameter, used as `use` says."""
+
+    def __init__(self, use, *shape):
+        super().__init__()
+        self.use, self.p, self.head = use, nn.Parameter(torch.randn(shape)), nn.Linear(3, 2)
+
+    def forward(self, x):  # x (B, 4, 3)
+        return self.head(self.use(x, self.p)).sum(1)
+
+
+USES = {
+    "add": (lambda x, p: x + p, (3,)),
+    "add on the left": (lambda x, p: p + x, (4, 1)),
+    "subtract": (lambda x, p: x - p, (1, 4, 3)),
+    "subtract from": (lambda x, p: p - x, (3,)),
+    "in place": (lambda x, p: x.clone().add_(p), (3,)),
+    "changed in place afterwards": (lambda x, p: (x + p).mul_(2).tanh_(), (3,)),
+    "scalar": (lambda x, p: p * x, ()),
+    "product": (lambda x, p: x * p, (4, 1)),
+    "matrix": (lambda x, p: x @ p, (3, 3)),
+    "transposed": (lambda x, p: x @ p.T, (3, 3)),
+    "rows": (lambda x, p: F.linear(x, p[2:5]), (6, 3)),
+    "columns": (lambda x, p: F.linear(x, p[:, 1:4]), (3, 5)),
+    "chunks": (lambda x, p: x * p.chunk(2)[0] + p.chunk(2)[1], (6,)),
+    "overlapping slices": (lambda x, p: F.linear(x, p[:3]) + F.linear(x, p[2:5]), (5, 3)),
+    "class token": (lambda x, p: torch.cat([p.expand(len(x), -1, -1), x], 1), (1, 1, 3)),
+    "repeated": (lambda x, p: torch.cat([p.repeat(len(x), 1, 1), x], 1), (1, 2, 3)),
+    "positions looked up": (lambda x, p: x + F.embedding(torch.arange(4).unsqueeze(0), p), (6, 3)),
+    "positions with a constant": (lambda x, p: x + (p + torch.ones(4, 3).double()), (4, 3)),
+    "in two places": (lambda x, p: torch.tanh(x + p) * p, (3,)),
+    "flattened": (lambda x, p: F.linear(x.reshape(-1, 3), p).view_as(x), (3, 3)),
+    "with scale": (lambda x, p: torch.addmm(p[0], x.reshape(-1, 3), p[1:]).view_as(x), (4, 3)),
+}
+SLOW = {
+    "function of it": (lambda x, p: x * p.exp(), (3,), "torch.Tensor.exp"),
+    "with itself": (lambda x, p: x + p * p, (3,), "torch.Tensor.mul"),
+    "scaled sum": (lambda x, p: torch.add(x, p, alpha=2), (3,), "torch.add"),
+    "normalised": (lambda x, p: F.linear(x, F.normalize(p)), (3, 3), "torch.nn.functional.normalize"),
+    "along the batch": (lambda x, p: x.flatten(0, 1).T.mm(p[: 4 * len(x)]).sum() + x, (64, 2), "torch.Tensor.mm"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_bare_parameters(use):
+    run, sites = check(Bare(*[USES[use][0], *USES[use][1]]).double().eval(), torch.randn(5, 4, 3).double())
+    assert run.general == {}
+    assert all(site.kind != "general" for site in sites)
+
+
+@pytest.mark.parametrize("use", SLOW)
+def test_a_use_without_a_rule_goes_the_slow_way(use):
+    function, shape, name = SLOW[use]
+    run, sites = check(Bare(function, *shape).double().eval(), torch.randn(5, 4, 3).double())
+    assert run.general == {"p": name}
+    assert [site.kind for site in sites if site.name == "p"] == ["general"]
+    assert sites[-1].reason == name
+
+
+def test_the_slow_way_equals_the_fast_one():
+    model, _, data = build("layer")
+    names = ["layer.linear1.weight", "layer.norm1.bias"]
+    run, sites = check(model, data.inputs, Capture(model, general=names))
+    assert run.general == dict.fromkeys(names, "asked for")
+    assert [site.name for site in sites if site.kind == "general"] == [n for n in run.parameters if n in names]
+
+
+def test_a_site_that_is_missed_is_found_by_the_first_look(monkeypatch):
+    """A rule that overlooks a use, or mistakes the batch axis, must not pass."""
+    from bayesformer.curvature import watch
+
+    model, _, data = build("layer")
+    monkeypatch.setitem(watch.RULES, F.layer_norm, lambda *_, **__: True)
+    run, _ = check(model, data.inputs)
+    norms = {name for name in run.parameters if "norm" in name}
+    assert run.general == dict.fromkeys(norms, "no use of it was seen")
+
+
+def test_a_mistaken_axis_is_found():
+    model, _, data = build("mlp")
+    outputs, sites = Capture(model)(data.inputs[:3])
+    parameters = trainable(model)
+    assert mismatches(parameters, outputs, sites) == {}
+    wrong = [site for site in sites if site.kind != "linear"]
+    assert set(mismatches(parameters, outputs, wrong)) == {"net.0.weight", "net.3.weight"}
+
+    class Mixed(nn.Module):  # examples meet: its rows are flattened the other way
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.transpose(0, 1).reshape(-1, 3)).view(x.shape[1], len(x), 2).transpose(0, 1)
+
+    run, _ = check(Mixed().double().eval(), torch.randn(4, 6, 3).double())
+    assert run.general["layer.weight"] == "its uses do not keep examples apart along one axis"
+
+
+class Experts(nn.Module):
+    """Examples go to one of two layers by the sign of their first number."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        out, chosen = x.new_zeros(len(x), 2), x[:, 0] > 0
+        out[chosen] = self.left(x[chosen])
+        out[~chosen] = self.right(x[~chosen])
+        return out
+
+
+def test_use_that_depends_on_the_data_is_an_error():
+    x = torch.randn(6, 3).double()
+    x[:, 0] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, 1.0])
+    model = Experts().double().eval()
+    with pytest.raises(
+        ValueError, match=r"parameter 'left.weight' is used by torch.nn.functional.linear in another way"
+    ):
+        Capture(model)(x)
+    check(model, x, Capture(model, general=list(trainable(model))))
+
+
+def test_only_some_parameters():
+    model, _, data = build("vit")
+    for p in (model.projection.bias,):
+        p.requires_grad_(False)
+    run = Capture(model, ["encoder.norm.weight", "projection.weight"])
+    outputs, sites = run(data.inputs)
+    assert [site.name for site in sites] == ["encoder.norm.weight", "projection.weight"]
+    # Nothing below the first followed layer is in the graph.
+    names, todo = set(), [outputs.grad_fn]
+    while todo:
+        node = todo.pop()
+        names.add(type(node).__name__)
+        todo += [n for n, _ in node.next_functions if n is not None]
+    assert "SoftmaxBackward0" not in names
+    assert not model.projection.bias.requires_grad
+    assert all(p.requires_grad for n, p in model.named_parameters() if n != "projection.bias")
+
+
+def test_a_failing_forward_pass_leaves_the_model_as_it_was():
+    model, _, data = build("vit")
+    run = Capture(model, ["projection.weight"])
+    with pytest.raises(ValueError, match="images must have shape"):
+        run(data.inputs[:, :, :2])
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_random_streams_are_left_alone():
+    model, _, data = build("vit")
+    before = torch.get_rng_state()
+    Capture(model)(data.inputs)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_encoder_fast_path_is_not_taken():
+    layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double().eval()
+    run, sites = check(model, torch.randn(3, 5, 4).double(), Capture(model, ["layers.1.self_attn.in_proj_weight"]))
+    assert len(sites) == 1
+    assert run.general == {}
+
+
+def test_a_first_look_at_one_example_is_not_trusted_for_more():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.transpose(0, 1).reshape(-1, 3)).view(x.shape[1], len(x), 2).transpose(0, 1)
+
+    model, x = Mixed().double().eval(), torch.randn(4, 6, 3).double()
+    run, _ = check(model, x[:1])
+    assert run.general == {}
+    check(model, x, run)
+    assert "layer.weight" in run.general
+    check(model, x[:1], run)
+
+
+def test_errors():
+    model = build("vit")[0]
+    with pytest.raises(
+        ValueError, match="unknown trainable parameter 'projection.wight'. Did you mean 'projection.weight'"
+    ):
+        Capture(model, ["projection.wight"])
+    model.encoder.blocks[0].train()
+    with pytest.raises(ValueError, match=r"eval mode.*got a model whose encoder.blocks.0 module is training"):
+        Capture(model)
+    model.train()
+    with pytest.raises(ValueError, match="got a model whose root module is training"):
+        Capture(model)
+
+    class Blind(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x).detach()
+
+    with pytest.raises(ValueError, match="do not depend on layer.weight, layer.bias"):
+        Capture(Blind().eval())(torch.randn(2, 3))
+    with pytest.raises(ValueError, match=r"one entry per example in front; got \(4, 3\) for 2 examples"):
+        Capture(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)).eval())(torch.randn(2, 2, 3))
