@@ -144,26 +144,26 @@ class _BuildVi:
 class Ivon:
     """Improved variational online Newton: diagonal variational inference at the cost of Adam."""
 
-    lr: float = 1.0
-    """step size"""
+    lr: float = 0.1
+    """step size, in units of 1 / h0"""
     prior_sd: float = 1.0
     """standard deviation of the Gaussian prior"""
     temperature: float = 1.0
     """of the posterior: 1 is Bayes, below 1 is cold"""
-    h0: float = 1.0
-    """curvature to start from"""
+    h0: float = 100.0
+    """curvature to start from: standard deviations start at 1 / √(N h0)"""
     decay: float = 0.9999
     """memory of the curvature's running estimate; the paper's .99999 needs 100,000 steps to leave h0"""
-    clip_radius: float = 1e-2
-    """largest step of a weight before it is scaled by the rate"""
+    clip_radius: float = 1e-4
+    """largest step of a weight before it is scaled by lr · h0"""
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
     """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
-    warm_up: float = 0.0
+    warm_up: float = 0.5
     """share of the epochs spent finding a mode with Adam first"""
     subset: str = "*"
-    """name pattern of the weights to infer; the others stay at the mode, so give a warm-up"""
+    """name pattern of the weights to infer; the others stay at the mode"""
 
     def __post_init__(self) -> None:
         check_ranges(
