@@ -37,7 +37,7 @@ def at_mode(data, d, sigma, layers=1):
     model = nn.Linear(data.inputs.shape[1], data.targets.shape[1], bias=False, dtype=F64)
     with torch.no_grad():
         model.weight.copy_(exact_linear(data, d, sigma)[1])
-    return model
+    return model.eval()
 
 
 def dense(weights):
@@ -161,7 +161,7 @@ def test_training_uses_the_prior_it_starts_from():
     ("per", "structure"), [("one", "kron"), ("layer", "kron"), ("layer", "full"), ("weight", "diag")]
 )
 def test_marglik_improves_the_evidence(per, structure):
-    model, data = Mlp(3, 4, 2), blobs(60)
+    model, data = Mlp(3, 4, 2).eval(), blobs(60)
     options = {"likelihood": "categorical", "structure": structure}
     before = bf.laplace(model, data, prior_precision=1.0, **options).facts["log_evidence"]
     tuned = bf.laplace(model, data, prior_precision="marglik", per=per, **options)
@@ -188,7 +188,7 @@ def test_the_noise_is_found_by_the_evidence():
 
 
 def test_validation_takes_the_best_of_the_grid_by_the_predictive_in_use():
-    model, data, held = Mlp(3, 4, 2), blobs(60), blobs(40, seed=1)
+    model, data, held = Mlp(3, 4, 2).eval(), blobs(60), blobs(40, seed=1)
     options = {"likelihood": "categorical", "link": "probit", "validation": held, "structure": "diag"}
     found = bf.laplace(model, data, grid=4, **options)  # validation is the default where there are such data
     scores = {}
@@ -240,7 +240,7 @@ def test_an_update_can_train_and_leaves_weights_without_spread_alone():
     new = bf.laplace_update(old, second, training=training)
     precision, mean = exact_linear(data, d, sigma)
     assert ((new.weights.mean - mean[0]).abs() < 0.05 * precision.inverse().diagonal().sqrt()).all()
-    model = Mlp(3, 4, 2)
+    model = Mlp(3, 4, 2).eval()
     before = bf.laplace(model, blobs(40), likelihood="categorical", structure="last_layer", prior_precision=1.0)
     after = bf.laplace_update(before, blobs(40, seed=3), training=FAST)
     assert torch.equal(after.weights.mean[:16], before.weights.mean[:16])
@@ -289,7 +289,7 @@ def test_per_token_outputs_and_padding():
     task = TASKS["toy/m1"]()
     data = task.load().train.subset(slice(0, 12))
     torch.manual_seed(0)
-    posterior = bf.laplace(task.model(), data, likelihood=task.likelihood, draws=20)
+    posterior = bf.laplace(task.model().eval(), data, likelihood=task.likelihood, draws=20)
     assert posterior.facts["curvature"] == "mc"
     predictive = posterior.predict(data.inputs)
     assert predictive.means.shape == (20, *data.targets.shape)
@@ -298,7 +298,7 @@ def test_per_token_outputs_and_padding():
 
 
 def test_wrong_input_is_named():
-    data, model = blobs(30), Mlp()
+    data, model = blobs(30), Mlp().eval()
     with pytest.raises(ValueError, match="laplace.structure is out of range; got krone"):
         bf.Laplace(structure="krone")
     with pytest.raises(ValueError, match="laplace.prior_precision is out of range; got -1"):
@@ -318,17 +318,18 @@ def test_wrong_input_is_named():
     with pytest.raises(ValueError, match="link must be 'mc' for this likelihood; got 'probit'"):
         bf.laplace(model, data, likelihood=bf.Gaussian(1.0), link="probit")
     with pytest.raises(ValueError, match="without running averages.*'norm.running_mean'"):
-        bf.laplace(Normed(), data, likelihood="categorical")
+        bf.laplace(Normed().eval(), data, likelihood="categorical")
     with pytest.raises(ValueError, match="targets must lie in 0..1"):
         bf.laplace(model, bf.Data(data.inputs, data.targets + 3), likelihood="categorical")
-    broken = Mlp()
+    broken = Mlp().eval()
     with torch.no_grad():
         broken.net[3].bias.fill_(math.nan)
     with pytest.raises(ValueError, match="model.s outputs must be finite on the data; 30 of 30 examples"):
         bf.laplace(broken, data, likelihood="categorical")
     given = model.net[0].weight.detach().clone()
-    posterior = bf.laplace(model.train(), data, likelihood="categorical", prior_precision=1.0)
-    assert model.training
+    posterior = bf.laplace(model, data, likelihood="categorical", prior_precision=1.0)
+    with pytest.raises(ValueError, match="model must be in eval mode"):
+        bf.laplace(Mlp(), data, likelihood="categorical")
     assert torch.equal(model.net[0].weight, given)
     with pytest.raises(ValueError, match="unknown predictive 'linearized'. Did you mean 'linearised'"):
         posterior.predict(data.inputs, predictive="linearized")

@@ -31,7 +31,7 @@ def test_the_full_posterior_agrees(kind):
     )
     theirs.fit(DataLoader(TensorDataset(x, y), batch_size=10))
     likelihood = bf.Categorical() if kind == "classification" else bf.Gaussian(1.0)
-    ours = bf.laplace(model, (x, y), likelihood=likelihood, structure="full", prior_precision=1.7)
+    ours = bf.laplace(model.eval(), (x, y), likelihood=likelihood, structure="full", prior_precision=1.7)
     tril = ours.weights.blocks[0].tril
     torch.testing.assert_close(tril @ tril.mT, theirs.posterior_covariance, rtol=1e-3, atol=1e-5)
     assert ours.facts["log_evidence"] == pytest.approx(float(theirs.log_marginal_likelihood()), rel=1e-4)

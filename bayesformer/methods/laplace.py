@@ -218,7 +218,7 @@ def laplace(
         posterior = bayesformer.laplace(model, (x, y), likelihood="categorical", structure="last_layer")
 
     Args:
-        model: at a mode of its loss, with some weight decay at best: the prior of the Gaussian should resemble it.
+        model: in eval mode, at a mode of its loss, with some weight decay at best: the prior of the Gaussian should resemble it.
         data: the training data.
         likelihood: "categorical", "gaussian", "bernoulli", or an object from `bayesformer.likelihoods`.
         validation: data to choose the prior's precision on, for prior_precision="validation".
@@ -226,8 +226,13 @@ def laplace(
         progress: show progress bars; by default on a terminal.
         settings: of `Laplace`: structure, subset, prior_precision, predictive, link and the others.
     """
+    if model.training:
+        raise ValueError(
+            "model must be in eval mode, for its dropout would make the curvature random; got one that is training. "
+            "Call model.eval() first."
+        )
     method, known = Laplace(**settings), as_likelihood(likelihood)
-    own, train = copy.deepcopy(model).eval(), as_data(data, "data")
+    own, train = copy.deepcopy(model), as_data(data, "data")
     held = None if validation is None else as_data(validation, "validation")
     method.check(known, held)
     check_problem(own, Problem(own, known, train, held))
