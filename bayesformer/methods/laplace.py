@@ -218,7 +218,7 @@ def laplace(
         posterior = bayesformer.laplace(model, (x, y), likelihood="categorical", structure="last_layer")
 
     Args:
-        model: in eval mode, at a mode of its loss, with some weight decay at best: the prior of the Gaussian should resemble it.
+        model: in eval mode, at a mode of its loss; best trained with weight decay, which the prior should resemble.
         data: the training data.
         likelihood: "categorical", "gaussian", "bernoulli", or an object from `bayesformer.likelihoods`.
         validation: data to choose the prior's precision on, for prior_precision="validation".
