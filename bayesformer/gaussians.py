@@ -37,6 +37,31 @@ class Block(Protocol):
         ...
 
 
+class Structure(Protocol):
+    """The curvature H of p weights, which a prior turns into a covariance; the forms are in `curvature/`."""
+
+    @property
+    def size(self) -> int:
+        """p."""
+        ...
+
+    def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Block:
+        """The covariance (h H + diag(d))^-1; `prior` is () or (p,)."""
+        ...
+
+    def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+        """log det(h H + diag(d)), differentiable in d and h."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """(p,): the diagonal of H."""
+        ...
+
+    def dense(self) -> Tensor:
+        """(p, p): H itself, for tests and small p."""
+        ...
+
+
 @dataclass(frozen=True)
 class Diagonal:
     """Σ = diag(variance)."""

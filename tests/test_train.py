@@ -217,3 +217,11 @@ def test_settings_are_checked():
         Training(schedule="linear")
     with pytest.raises(ValueError, match="training.patience must be at least 0; got -1"):
         Training(patience=-1)
+
+
+def test_a_cosine_rises_to_the_rate_and_falls_to_nothing():
+    training = Training(epochs=10, batch_size=50, lr=0.2, warmup=20, schedule="cosine")
+    rate = training.rate(num_data=480)  # 10 steps per epoch, the last batch a short one: 100 steps
+    steps = torch.tensor([1.0, 10.0, 20.0, 60.0, 100.0, 130.0], dtype=torch.float64)
+    expected = torch.tensor([0.01, 0.1, 0.2, 0.1, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(rate(steps), expected, atol=1e-12, rtol=1e-9)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bayesformer.curvature.families import Family, families
 from bayesformer.curvature.passes import Look, Piece, Sweep
-from bayesformer.curvature.structures import DenseCurvature, Structure
+from bayesformer.curvature.structures import DenseCurvature
+from bayesformer.gaussians import Structure
 
 
 def full(sweep: Sweep) -> list[Piece]:

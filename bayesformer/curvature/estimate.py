@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from bayesformer.curvature import columns, dense, diagonal, kron, last_layer, low_rank
 from bayesformer.curvature.capture import Capture
 from bayesformer.curvature.passes import Piece, Sweep, per_token
-from bayesformer.curvature.structures import Structure
 from bayesformer.dataset import Data, DataLike, as_data, map_inputs
 from bayesformer.errors import unknown_name
+from bayesformer.gaussians import Structure
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.network import device_of, trainable
 from bayesformer.progress import Reporter, Silent

@@ -30,7 +30,8 @@ from bayesformer.curvature.diagonal import squares
 from bayesformer.curvature.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
 from bayesformer.curvature.families import Family, families
 from bayesformer.curvature.passes import Look, Piece, Sweep, per_token
-from bayesformer.curvature.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature, Structure
+from bayesformer.curvature.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature
+from bayesformer.gaussians import Structure
 
 SMALL, LARGE = 1024, 4096
 

@@ -12,7 +12,8 @@ from bayesformer.curvature import columns
 from bayesformer.curvature.capture import Capture
 from bayesformer.curvature.passes import Look, Piece, Sweep
 from bayesformer.curvature.sites import ElementSite, LinearSite, Site
-from bayesformer.curvature.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature, Structure
+from bayesformer.curvature.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature
+from bayesformer.gaussians import Structure
 from bayesformer.types import Inputs
 
 WIDE = 2000  # outputs beyond which Λ, K by K, is never formed

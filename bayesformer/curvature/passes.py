@@ -13,8 +13,8 @@ from torch import Tensor
 from bayesformer.curvature import columns
 from bayesformer.curvature.capture import Capture, patternless
 from bayesformer.curvature.sites import Site, backpropagate
-from bayesformer.curvature.structures import Structure
 from bayesformer.dataset import Data, map_inputs
+from bayesformer.gaussians import Structure
 from bayesformer.likelihoods import Bernoulli, Likelihood
 from bayesformer.network import Layout, device_of
 from bayesformer.progress import Reporter, Silent

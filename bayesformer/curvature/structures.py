@@ -8,37 +8,11 @@ P = h H + diag(d): `posterior` gives its inverse as a block, `log_det` its log-d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank
-
-
-class Structure(Protocol):
-    """H of p weights."""
-
-    @property
-    def size(self) -> int:
-        """p."""
-        ...
-
-    def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Block:
-        """The covariance (h H + diag(d))^-1; `prior` is () or (p,)."""
-        ...
-
-    def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-        """log det(h H + diag(d)), differentiable in d and h."""
-        ...
-
-    def diagonal(self) -> Tensor:
-        """(p,): the diagonal of H."""
-        ...
-
-    def dense(self) -> Tensor:
-        """(p, p): H itself, for tests and small p."""
-        ...
+from bayesformer.gaussians import Dense, Diagonal, Kronecker, LowRank
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from bayesformer import evaluate, gaussians
 from bayesformer.curvature import Curvature
 from bayesformer.curvature.structures import DenseCurvature, DiagonalCurvature
 from bayesformer.dataset import Data
-from bayesformer.gaussians import Block
+from bayesformer.gaussians import Block, Structure
 from bayesformer.inference.laplace import Groups, Noise, Quadratic, best_of, maximise
-from bayesformer.inference.laplace.evidence import Curved, check_curvature
+from bayesformer.inference.laplace.evidence import check_curvature
 from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.network import Layout
 from bayesformer.posterior import Posterior
@@ -166,7 +166,7 @@ def for_evidence(at: Quadratic) -> Quadratic:
     return replace(at, structures=structures)
 
 
-def _clear(structure: Curved, single: bool) -> Curved:
+def _clear(structure: Structure, single: bool) -> Structure:
     if single and isinstance(structure, DenseCurvature):
         # Rotating the weights leaves one precision for all of them alone.
         return DiagonalCurvature(torch.linalg.eigvalsh(structure.matrix.double()).clamp_min(0))

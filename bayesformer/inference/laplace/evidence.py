@@ -11,37 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bayesformer.gaussians import Block
-
-
-class Curved(Protocol):
-    """H of p weights."""
-
-    @property
-    def size(self) -> int:
-        """p."""
-        ...
-
-    def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Block:
-        """The covariance (h H + diag(d))⁻¹."""
-        ...
-
-    def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-        """log det(h H + diag(d))."""
-        ...
-
-    def diagonal(self) -> Tensor:
-        """(p,): the diagonal of H."""
-        ...
-
-    def dense(self) -> Tensor:
-        """(p, p): H itself."""
-        ...
+from bayesformer.gaussians import Block, Structure
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,7 @@ class Noise:
 class Quadratic:
     """A log joint to second order around θ*, as a function of the prior's precisions and the noise."""
 
-    structures: tuple[Curved, ...]
+    structures: tuple[Structure, ...]
     deviations: tuple[Tensor, ...]
     """θ* - μ₀ of each structure's weights"""
     log_likelihood: float
@@ -127,7 +101,7 @@ def log_evidence(
     return log_likelihood - 0.5 * (posterior_log_det - prior_log_det + scatter)
 
 
-def check_curvature(structures: Sequence[Curved], names: Sequence[str]) -> None:
+def check_curvature(structures: Sequence[Structure], names: Sequence[str]) -> None:
     """Refuse curvature that is not finite or has a negative diagonal: no Gaussian has it."""
     for structure, name in zip(structures, names, strict=True):
         values = structure.diagonal()

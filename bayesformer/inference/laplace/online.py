@@ -13,8 +13,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank
-from bayesformer.inference.laplace.evidence import Curved
+from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank, Structure
 
 B = TypeVar("B", bound=Block)
 
@@ -50,7 +49,7 @@ def precision_log_det(block: Block) -> Tensor:
     raise _unknown(block)
 
 
-def absorb(block: Block, structure: Curved, scale: float | Tensor = 1.0, *, num_old: int, num_new: int) -> Block:
+def absorb(block: Block, structure: Structure, scale: float | Tensor = 1.0, *, num_old: int, num_new: int) -> Block:
     """(P_old + h H_new)⁻¹ in the form of the old block; the numbers of data weigh averages."""
     if block.size != structure.size:
         raise ValueError(f"structure must have the {block.size} weights of the old block; got {structure.size}.")
