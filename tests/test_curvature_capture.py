@@ -50,6 +50,42 @@ def test_sites_add_up_to_each_example_s_gradient(name):
     assert {site.name for site in sites} <= set(trainable(model))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_columns_together_equal_columns_in_turn(name):
+    model, _, data = build(name)
+    outputs, found = Capture(model)(data.inputs)
+    own = [site for site in found if site.edge is not None]
+    columns = torch.randn(3, *outputs.shape, dtype=outputs.dtype)
+    together = backpropagate(own, outputs, columns)
+    for k, column in enumerate(columns):
+        for g, alone in zip(together, backpropagate(own, outputs, column.unsqueeze(0)), strict=True):
+            torch.testing.assert_close(g[k], alone[0], rtol=1e-9, atol=1e-12)
+
+
+class Doubled(torch.autograd.Function):
+    """Has no batching rule, and its backward pass leaves torch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.from_numpy(2 * gradient.numpy())
+
+
+def test_a_backward_pass_that_cannot_be_batched_goes_in_turn():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(Doubled.apply(self.first(x)).tanh())
+
+    check(Net().double().eval(), torch.randn(5, 3, dtype=torch.float64))
+
+
 def test_kinds_of_sites():
     model, _, data = build("gpt2")
     sites = Capture(model)(data.inputs)[1]

@@ -220,7 +220,7 @@ def test_the_last_layer_in_closed_form(kind, monkeypatch):
     def refuse(*_):
         raise AssertionError("a backward pass")
 
-    monkeypatch.setattr(linearised, "back", refuse)
+    monkeypatch.setattr(linearised, "backpropagate", refuse)
     found = Linearised(model, Layout.of(model), weights)
     first, again = found(inputs), found(inputs)  # the second time by a plain forward pass
     torch.testing.assert_close(again.covariance, first.covariance)

@@ -147,3 +147,17 @@ def draw(likelihood: Likelihood, outputs: Tensor, source: torch.Generator) -> Te
 def _has_values(likelihood: Likelihood, outputs: Tensor) -> bool:
     """Whether the last axis holds the K outputs of one position; for Bernoulli every logit is a position."""
     return not isinstance(likelihood, Bernoulli) and outputs.dim() > 1
+
+
+def one_hot(outputs: Tensor, start: int, stop: int) -> Tensor:
+    """(C, B, ...): 1 at one output of every example, for the outputs from `start` to `stop`."""
+    rows = torch.zeros(stop - start, outputs[0].numel(), dtype=outputs.dtype, device=outputs.device)
+    rows.diagonal(start).fill_(1)
+    return rows.view(-1, 1, *outputs.shape[1:]).expand(-1, len(outputs), *outputs.shape[1:])
+
+
+def at_position(outputs: Tensor, position: int, vectors: Tensor) -> Tensor:
+    """(C, B, ..., K): vectors (C, K) at one position of every example, 0 at the others."""
+    rows = vectors.new_zeros(len(vectors), outputs[0].numel() // vectors.shape[1], vectors.shape[1])
+    rows[:, position] = vectors
+    return rows.view(-1, 1, *outputs.shape[1:]).expand(-1, len(outputs), *outputs.shape[1:])

@@ -21,7 +21,7 @@ from bayesformer.progress import Reporter, Silent
 from bayesformer.seeds import fold
 from bayesformer.types import Batch, Inputs
 
-COLUMNS = 3  # at a time: many small steps cost more than what they compute, large ones leave the cache
+COLUMNS = 9  # at a time: many small steps cost more than what they compute, large ones leave the cache
 
 
 class Piece(NamedTuple):

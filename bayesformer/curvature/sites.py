@@ -259,11 +259,41 @@ class GeneralSite:
 def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tensor]:
     """For each site g (S, B, ...): the gradient of Σ columns ∘ outputs in the site's output.
 
-    `columns` is (S, B, ..., K) for outputs (B, ..., K). One backward pass per column to the outputs of the
-    sites; the gradients of weights, half of an ordinary backward pass, are not computed. The graph is kept for
-    more columns and goes with `outputs`.
+    `columns` is (S, B, ..., K) for outputs (B, ..., K). Backward passes go to the outputs of the sites; the gradients
+    of weights, half of an ordinary backward pass, are not computed. All columns go back in one batched pass where the
+    model's operations have one, else one after another. The graph is kept for more columns and goes with `outputs`.
     """
-    edges = {id(site.edge): site.edge for site in sites if site.edge is not None}
+    if len(columns) > 1 and all(site.edge is not None for site in sites):
+        try:
+            return _together(sites, outputs, columns)
+        except RuntimeError:  # an operation whose backward pass cannot be batched; anything else fails again below
+            pass
+    return _in_turn(sites, outputs, columns)
+
+
+def _edges(sites: list[Site]) -> dict[int, GradientEdge]:
+    """Sites may share an output: a weight and the bias added to it."""
+    return {id(site.edge): site.edge for site in sites if site.edge is not None}
+
+
+def _together(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tensor]:
+    edges = _edges(sites)
+    answers = torch.autograd.grad(
+        outputs, list(edges.values()), columns, retain_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    gradients = dict(zip(edges, answers, strict=True))
+    return [_arranged(site, gradients[id(site.edge)], len(columns)) for site in sites]
+
+
+def _arranged(site: Site, gradient: Tensor | None, columns: int) -> Tensor:
+    if gradient is None:
+        nothing = site.arrange(None)
+        return nothing.expand(columns, *nothing.shape)
+    return torch.vmap(site.arrange)(gradient)
+
+
+def _in_turn(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tensor]:
+    edges = _edges(sites)
     general = [site for site in sites if isinstance(site, GeneralSite)]
     found: list[list[Tensor]] = [[] for _ in sites]
     for column in columns:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesformer.curvature.capture import Capture, Site
+from bayesformer.curvature.capture import Capture, Site, backpropagate
+from bayesformer.curvature.columns import at_position, one_hot
 from bayesformer.dataset import first_tensor, map_inputs
 from bayesformer.gaussians import Kronecker
 from bayesformer.network import Layout, apply
 from bayesformer.predict.head import Parts, add_block, features_of
-from bayesformer.predict.slopes import at_position, back, one_hot
 from bayesformer.predict.spread import Spread, gram
 from bayesformer.types import GaussianOutputs, Inputs
 from bayesformer.weights import Weights
@@ -55,7 +55,7 @@ class Linearised:
             return mean, mean.new_zeros(mean.numel(), mean.numel())
         outputs, sites = self.capture(inputs)
         covariance = outputs.new_zeros(outputs.numel(), outputs.numel())
-        slopes = back(sites, outputs, one_hot(outputs, 0, outputs[0].numel()))
+        slopes = backpropagate(sites, outputs, one_hot(outputs, 0, outputs[0].numel()))
         for _, root in self.spread.roots(sites, slopes, joint=True):
             flat = root.detach().flatten(0, 1)
             covariance += flat @ flat.mT
@@ -95,7 +95,7 @@ class Linearised:
         at_once = max(1, COLUMNS // width)
         for start in range(0, positions, at_once):
             stop = min(start + at_once, positions)
-            slopes = back(sites, outputs, one_hot(outputs, start * width, stop * width))
+            slopes = backpropagate(sites, outputs, one_hot(outputs, start * width, stop * width))
             for some, root in self.spread.roots(sites, slopes):
                 covariance[some, start:stop] += gram(root.detach(), width)
         return covariance
@@ -169,7 +169,7 @@ class Linearised:
         """(B, D, D): the covariance at one position in the coordinates of the basis, without the last layer."""
         roots: list[list[Tensor]] = []
         for vectors in basis.mT.split(COLUMNS):
-            slopes = back(sites, outputs, at_position(outputs, position, vectors))
+            slopes = backpropagate(sites, outputs, at_position(outputs, position, vectors))
             found = self.spread.roots(sites, slopes, skip=head, joint=True)
             roots.append([root.detach() for _, root in found])
         total = basis.new_zeros(len(outputs), basis.shape[1], basis.shape[1])

@@ -59,8 +59,8 @@ def _products(slopes: Tensor, inputs: Tensor) -> Tensor:
     columns, batch, positions, out = slopes.shape
     if positions == 1:  # an outer product, not a matrix product of inner size 1
         return slopes.squeeze(2).transpose(0, 1).unsqueeze(-1) * inputs.unsqueeze(1)
-    stacked = slopes.permute(1, 0, 3, 2).reshape(batch, columns * out, positions)
-    return (stacked @ inputs).view(batch, columns, out, -1)
+    rows = slopes.permute(1, 2, 0, 3).reshape(batch, positions, columns * out)  # copied in long rows, turned for free
+    return (rows.mT @ inputs).view(batch, columns, out, -1)
 
 
 def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
