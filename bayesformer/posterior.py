@@ -146,7 +146,7 @@ class Posterior:
             return self._linearised(inputs, batch_size)
         from bayesformer.predict.streamlined import streamlined_outputs
 
-        return streamlined_outputs(self._at_mean, self.layout, self.weights, inputs, settings)
+        return streamlined_outputs(self._at_mean, self.layout, self.weights, inputs, settings, batch_size)
 
     @cached_property
     def _at_mean(self) -> nn.Module:

@@ -12,6 +12,7 @@ from bayesformer.bench.tasks import TASKS
 from bayesformer.gaussians import Dense, Diagonal, Kronecker, LowRank
 from bayesformer.likelihoods import Categorical, Gaussian
 from bayesformer.network import Layout, apply
+from bayesformer.posterior import Posterior
 from bayesformer.predict.streamlined import (
     Settings,
     Streamlined,
@@ -420,6 +421,32 @@ def test_layer_shares_are_what_each_layer_adds():
         alone[part.flatten()] = 1e-3
         own = streamlined_outputs(model, layout, GaussianWeights(theta, alone), x).variance.sum()
         assert shares[name] == pytest.approx((own / total).item(), rel=1e-3)
+
+
+def test_layer_shares_of_correlated_weights():
+    """Kronecker factors over one layer, independent weights in the other."""
+    model, layout, theta = mlp(3, 6, 2)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    block, _ = kronecker_block(6, 3)
+    block = Kronecker(1e6 * block.out_values, block.in_values, 1e6 * block.prior, block.out_vectors, block.in_vectors)
+    rest = Diagonal(torch.full((layout.size - 18,), 1e-6, dtype=torch.float64))
+    both = BlockGaussian(theta, (slice(0, 18), slice(18, layout.size)), (block, rest))
+    alone = BlockGaussian(theta, (slice(0, 18),), (block,))
+    shares = layer_shares(Streamlined(model, layout, both), x)
+    own, total = (streamlined_outputs(model, layout, weights, x).variance.sum() for weights in (alone, both))
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
+    assert 0.05 < shares["0.weight"] == pytest.approx((own / total).item(), rel=1e-3)
+
+
+def test_a_posterior_is_asked_in_batches_of_the_size_given(monkeypatch):
+    model, _, theta = mlp(3, 6, 2)
+    posterior = Posterior(model, Categorical(), GaussianWeights(theta, torch.full_like(theta, 0.1)))
+    x = torch.randn(7, 3, dtype=torch.float64)
+    whole, sizes, call = posterior.outputs(x, predictive="streamlined"), [], Streamlined.__call__
+    monkeypatch.setattr(Streamlined, "__call__", lambda self, some: sizes.append(len(some)) or call(self, some))
+    parts = posterior.outputs(x, predictive="streamlined", batch_size=3)
+    assert sizes == [3, 3, 1]
+    torch.testing.assert_close(parts.variance, whole.variance)
 
 
 def test_posteriors_that_cannot_be_used_are_refused():

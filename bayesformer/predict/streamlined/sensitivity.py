@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bayesformer.predict.streamlined.carrier import Uncertain
 from bayesformer.predict.streamlined.predictor import Streamlined, as_outputs
+from bayesformer.predict.streamlined.structure import Scaled
 from bayesformer.types import Inputs
 
 
@@ -30,20 +31,25 @@ def layer_shares(predictor: Streamlined, inputs: Inputs) -> dict[str, float]:
     """Share of the outputs' variance due to each uncertain parameter, by name, largest first.
 
     d Var / d log c where c scales the parameter's variance, over Var, both summed over outputs and examples. To first
-    order in the variances the shares add up to 1.
+    order in the variances the shares add up to 1. A bias that is correlated with its matrix counts with the matrix.
     """
     with torch.enable_grad():
         scales, scaled = {}, dict(predictor.parameters)
         for name, value in predictor.parameters.items():
             if isinstance(value, Uncertain):
-                if value.structure is not None:
-                    raise ValueError(f"shares need independent weights; {name} has correlated ones.")
                 scales[name] = torch.ones((), dtype=value.dtype, device=value.device, requires_grad=True)
-                scaled[name] = value.like(value.m, value.v * scales[name])
+                scaled[name] = _scaled(value, scales[name])
         total = variance_of(predictor.carry(inputs, scaled)).sum()
         slopes = torch.autograd.grad(total, list(scales.values()), allow_unused=True)
     shares = {n: 0.0 if g is None else float(g.detach() / total.detach()) for n, g in zip(scales, slopes, strict=True)}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _scaled(value: Uncertain, c: Tensor) -> Uncertain:
+    found = value.like(value.m, value.v * c)
+    if value.structure is not None:
+        found.structure, found.turned = Scaled(value.structure, c), value.turned
+    return found
 
 
 def variance_of(output: object) -> Tensor:

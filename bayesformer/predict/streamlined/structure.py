@@ -176,6 +176,35 @@ class Complete:
         return Complete(self.sigma.permute(1, 0, 3, 2))
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """Another structure with all its covariances times c."""
+
+    inner: Structure
+    c: Tensor  # ()
+
+    @property
+    def with_bias(self) -> bool:
+        """As of the other."""
+        return self.inner.with_bias
+
+    def variance(self, m: Tensor, v: Tensor | None) -> Tensor:
+        """c times the other's."""
+        return self.c * self.inner.variance(m, v)
+
+    def covariance(self, m: Tensor, v: Tensor | None) -> Tensor:
+        """c times the other's."""
+        return self.c * self.inner.covariance(m, v)
+
+    def rows(self, index: slice) -> Scaled:
+        """Of some rows."""
+        return Scaled(self.inner.rows(index), self.c)
+
+    def transposed(self) -> Scaled:
+        """Of the transposed matrix."""
+        return Scaled(self.inner.transposed(), self.c)
+
+
 def _second_moment(m: Tensor, v: Tensor | None) -> Tensor:
     moment = m.unsqueeze(-1) * m.unsqueeze(-2)
     if v is None:
