@@ -149,8 +149,29 @@ class LowRank:
         return (1 - self.vectors.square() @ (self.values / (1 + self.values))) / self.prior
 
 
+class Factors:
+    """Eigenpairs of the two factors B (out) and A (in) of a Kronecker product."""
+
+    out_values: Tensor  # (k,)
+    in_values: Tensor  # (m,)
+    out_vectors: Tensor | None  # (out, k); None for a diagonal factor
+    in_vectors: Tensor | None  # (in, m)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows = len(self.out_values) if self.out_vectors is None else len(self.out_vectors)
+        columns = len(self.in_values) if self.in_vectors is None else len(self.in_vectors)
+        return rows, columns
+
+    @property
+    def size(self) -> int:
+        """p = out · in."""
+        return self.shape[0] * self.shape[1]
+
+
 @dataclass(frozen=True)
-class Kronecker:
+class Kronecker(Factors):
     """Precision B ⊗ A + d I of a matrix W (out, in) in row-major order, by the eigenpairs of B and A.
 
         Σ vec(G) = Q_B ((Q_Bᵀ G Q_A) / D) Q_Aᵀ,   D = l_B l_Aᵀ + d
@@ -164,18 +185,6 @@ class Kronecker:
     prior: Tensor  # (), d
     out_vectors: Tensor | None = None  # (out, k)
     in_vectors: Tensor | None = None  # (in, m)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        rows = len(self.out_values) if self.out_vectors is None else len(self.out_vectors)
-        columns = len(self.in_values) if self.in_vectors is None else len(self.in_vectors)
-        return rows, columns
-
-    @property
-    def size(self) -> int:
-        """p = out · in."""
-        return self.shape[0] * self.shape[1]
 
     @property
     def complete(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,62 +80,10 @@ class Samples:
         return {"theta": self.theta, **{f"buffer.{name}": value for name, value in self.buffers.items()}}
 
 
-@dataclass(frozen=True)
-class GaussianWeights:
-    """θ = mean + sd ε + factor' ε₂ (+ tril ε₃): diagonal, diagonal plus low rank, or dense.
-
-    The covariance is diag(sd²) + factorᵀ factor + tril trilᵀ; parts that are absent are 0.
-    """
+class _Drawn(ABC):
+    """A law with a mean that can be drawn from as often as wanted."""
 
     mean: Tensor  # (P,)
-    sd: Tensor | None = None  # (P,)
-    factor: Tensor | None = None  # (K, P)
-    tril: Tensor | None = None  # (P, P)
-    buffers: Params = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """P."""
-        return len(self.mean)
-
-    @property
-    def available(self) -> None:
-        """Any number."""
-        return
-
-    def rows(self, draws: int, seed: int = 0) -> Tensor:
-        """Fresh draws from the stream of `seed`; the first draws do not depend on how many follow."""
-        return torch.stack([self._draw(fold(seed, "weights", i)) for i in range(draws)])
-
-    def _draw(self, seed: int) -> Tensor:
-        source = torch.Generator(self.mean.device).manual_seed(seed)
-
-        def noise(size: int) -> Tensor:
-            return torch.empty(size, dtype=self.mean.dtype, device=self.mean.device).normal_(generator=source)
-
-        theta = self.mean.clone()
-        if self.sd is not None:
-            theta += self.sd * noise(self.size)
-        if self.factor is not None:
-            theta += noise(len(self.factor)) @ self.factor
-        if self.tril is not None:
-            theta += self.tril @ noise(self.size)
-        return theta
-
-    def tensors(self) -> Params:
-        """The parts that are there."""
-        parts = {"mean": self.mean, "sd": self.sd, "factor": self.factor, "tril": self.tril}
-        return {name: part for name, part in parts.items() if part is not None}
-
-
-@dataclass(frozen=True)
-class BlockGaussian:
-    """A Gaussian whose covariance is made of blocks over separate weights; weights in no block have no spread."""
-
-    mean: Tensor  # (P,)
-    places: tuple[slice | Tensor, ...]  # where each block's weights lie in the flat vector
-    blocks: tuple[Block, ...]
-    buffers: Params = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -149,12 +98,58 @@ class BlockGaussian:
     def rows(self, draws: int, seed: int = 0) -> Tensor:
         """Fresh draws from the stream of `seed`; the first draws do not depend on how many follow."""
         found = self.mean.expand(draws, -1).clone()
-        for i in range(draws):
-            source = torch.Generator(self.mean.device).manual_seed(fold(seed, "weights", i))
-            for place, block in zip(self.places, self.blocks, strict=True):
-                noise = torch.empty(block.size, dtype=self.mean.dtype, device=self.mean.device)
-                found[i, place] += block.colour(noise.normal_(generator=source))
+        for i, theta in enumerate(found):
+            source = torch.Generator(theta.device).manual_seed(fold(seed, "weights", i))
+            self._add_noise(theta, source)
         return found
+
+    @abstractmethod
+    def _add_noise(self, theta: Tensor, source: torch.Generator) -> None:
+        """From the mean to a draw, in place."""
+
+    def _noise(self, size: int, source: torch.Generator) -> Tensor:
+        return torch.empty(size, dtype=self.mean.dtype, device=self.mean.device).normal_(generator=source)
+
+
+@dataclass(frozen=True)
+class GaussianWeights(_Drawn):
+    """θ = mean + sd ε + factor' ε₂ (+ tril ε₃): diagonal, diagonal plus low rank, or dense.
+
+    The covariance is diag(sd²) + factorᵀ factor + tril trilᵀ; parts that are absent are 0.
+    """
+
+    mean: Tensor  # (P,)
+    sd: Tensor | None = None  # (P,)
+    factor: Tensor | None = None  # (K, P)
+    tril: Tensor | None = None  # (P, P)
+    buffers: Params = field(default_factory=dict)
+
+    def _add_noise(self, theta: Tensor, source: torch.Generator) -> None:
+        if self.sd is not None:
+            theta += self.sd * self._noise(self.size, source)
+        if self.factor is not None:
+            theta += self._noise(len(self.factor), source) @ self.factor
+        if self.tril is not None:
+            theta += self.tril @ self._noise(self.size, source)
+
+    def tensors(self) -> Params:
+        """The parts that are there."""
+        parts = {"mean": self.mean, "sd": self.sd, "factor": self.factor, "tril": self.tril}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+@dataclass(frozen=True)
+class BlockGaussian(_Drawn):
+    """A Gaussian whose covariance is made of blocks over separate weights; weights in no block have no spread."""
+
+    mean: Tensor  # (P,)
+    places: tuple[slice | Tensor, ...]  # where each block's weights lie in the flat vector
+    blocks: tuple[Block, ...]
+    buffers: Params = field(default_factory=dict)
+
+    def _add_noise(self, theta: Tensor, source: torch.Generator) -> None:
+        for place, block in zip(self.places, self.blocks, strict=True):
+            theta[place] += block.colour(self._noise(block.size, source))
 
     def variance(self) -> Tensor:
         """(P,): the variance of every weight."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesformer.gaussians import Dense, Diagonal, Kronecker, LowRank
+from bayesformer.gaussians import Dense, Diagonal, Factors, Kronecker, LowRank
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class LowRankCurvature:
 
 
 @dataclass(frozen=True)
-class KroneckerCurvature:
+class KroneckerCurvature(Factors):
     """H = B ⊗ A for a matrix W (out, in) in row-major order, by eigenpairs of B (a sum) and A (an average).
 
     Vectors may be fewer than the side is long (a factor of low rank), or None for a diagonal factor.
@@ -127,18 +127,6 @@ class KroneckerCurvature:
         out_values, out_vectors = _eigenpairs(out_factor)
         in_values, in_vectors = _eigenpairs(in_factor)
         return cls(out_values, in_values, out_vectors, in_vectors)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        rows = len(self.out_values) if self.out_vectors is None else len(self.out_vectors)
-        columns = len(self.in_values) if self.in_vectors is None else len(self.in_vectors)
-        return rows, columns
-
-    @property
-    def size(self) -> int:
-        """p = out · in."""
-        return self.shape[0] * self.shape[1]
 
     def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Kronecker:
         """The same eigenvectors; only a scalar prior keeps the form."""
