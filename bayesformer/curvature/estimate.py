@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from bayesformer.curvature import columns, dense, diagonal, kron, last_layer, low_rank
@@ -105,7 +104,6 @@ def estimate(
     _check_targets(likelihood, outputs, data)
     if kind is None:
         kind = "mc" if per_token(likelihood, outputs) else "ggn"
-    _settle_allocator(outputs)
     batch_size = batch_size or (64 if device_of(model).type == "cpu" else 256)
     sweep = Sweep(capture, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
     if kind == "ggn" and last_layer.applies(sites, outputs, structure):
@@ -144,16 +142,6 @@ def _fit(
             index = dense.largest_variance(diagonal.fit(sweep), size)
         return dense.subnetwork(sweep, index)
     return dense.full(sweep) if structure == "full" else dense.blocks(sweep)
-
-
-def _settle_allocator(outputs: Tensor) -> None:
-    """Let the C library keep memory between minibatches.
-
-    glibc gives what is freed at the top of the heap back to the system, and gets it again page by page, at up to a
-    third of the time of a pass. Freeing one large piece, never touched, raises its limit for that to 64 MB.
-    """
-    if outputs.device.type == "cpu":
-        torch.empty(2**25 - 2**14, dtype=torch.uint8)
 
 
 def _matching(model: nn.Module, names: str | Sequence[str] | None) -> list[str] | None:
