@@ -289,10 +289,15 @@ def _check_finite(values: list[Tensor], run: _Run, job: Job) -> None:
         return
     row, column = bad[0].tolist()
     before = run.epoch * steps_per_epoch(len(job.data), job.training.batch_size)
+    advice = (
+        f"Try a smaller training.lr (now {job.training.lr}), a smaller training.clip (now {job.training.clip}) or a "
+        f"longer training.warmup (now {job.training.warmup})"
+        if job.collect is None
+        else "It was collecting draws: try a smaller lr of the method itself"
+    )
     raise TrainingDivergedError(
         f"the log joint became {table[row, column].item()} at step {before + row + 1} "
-        f"(epoch {run.epoch + 1}, member {job.members[column]}). Try a smaller training.lr (now {job.training.lr}), "
-        f"a smaller training.clip (now {job.training.clip}) or a longer training.warmup (now {job.training.warmup}), "
+        f"(epoch {run.epoch + 1}, member {job.members[column]}). {advice}, "
         "and check the scale of the inputs and targets."
     )
 

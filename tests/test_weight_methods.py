@@ -139,6 +139,14 @@ def test_gaussian_methods_find_the_conjugate_posterior(name, settings):
         torch.testing.assert_close(weights.sd, sd, rtol=0.15, atol=0)
 
 
+def test_a_chain_that_diverges_blames_its_own_step_size():
+    data, _, _ = conjugate()
+    training = bf.Training(epochs=20, batch_size=50, lr=0.02, warmup=5)
+    method = bf.Sgld(lr=1e6, draws=5)
+    with pytest.raises(bf.TrainingDivergedError, match="try a smaller lr of the method itself"):
+        bf.fit(nn.Linear(3, 1, bias=False), data, likelihood=bf.Gaussian(0.5), method=method, training=training)
+
+
 @pytest.mark.parametrize("name", ["sghmc", "baoab", "sgld"])
 def test_chains_find_the_conjugate_posterior(name):
     data, mean, precision = conjugate()
