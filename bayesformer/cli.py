@@ -251,7 +251,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
     task, posterior = load_posterior(arguments.posterior)
     inputs = task.inputs(read_rows(arguments.data))
-    predictive = posterior.predict(inputs, arguments.draws)
+    predictive = task.answer(posterior.predict(inputs, arguments.draws))
     if arguments.output is None:
         write_predictions(predictive, sys.stdout)
     else:
