@@ -11,6 +11,7 @@ from functools import partial
 from bayesformer.bench.tasks.digits import DigitsVit
 from bayesformer.bench.tasks.imdb import ImdbReviews
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
+from bayesformer.bench.tasks.regression import TabularRegression
 from bayesformer.bench.tasks.toy import ToySeries
 from bayesformer.data import toy
 
@@ -19,6 +20,7 @@ __all__ = [
     "DigitsVit",
     "Evaluation",
     "ImdbReviews",
+    "TabularRegression",
     "Task",
     "TaskData",
     "ToySeries",
@@ -29,6 +31,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     **{f"toy/{name}": partial(ToySeries, name) for name in toy.SERIES},
     "digits": DigitsVit,
     "imdb": ImdbReviews,
+    "regression/diabetes": partial(TabularRegression, "diabetes"),
+    **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
 }
 
 
