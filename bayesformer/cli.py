@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="A configuration file is TOML:\n\n"
         '  tasks = ["toy/*", "digits"]\n  methods = ["mle", "ensemble"]\n  seeds = 5\n\n'
         "  [training]\n  epochs = 60\n\n  [ensemble]\n  members = 5\n\n"
-        '  ["toy/m1"]\n  test = 1000\n\n'
+        '  ["toy/m1"]\n  test = 1000\n  training = {epochs = 30}\n\n'
         "A method may also be a table with settings of its own; lists make one variant per value, {task} stands for "
         "the end of\nthe task's name:\n\n"
         '  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1, tasks = "toy/*"}]\n\n'

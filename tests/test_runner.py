@@ -102,6 +102,16 @@ def test_settings_after_training_exist(name):
     assert set(runner.METHODS[name].AFTER_TRAINING) <= {f.name for f in fields(runner.METHODS[name])}
 
 
+def test_a_task_may_have_training_of_its_own():
+    settings = {"training": {"epochs": 7, "lr": 0.5}, "toy/*": {"training": {"epochs": 3}, "dim": 8}}
+    cells = runner.plan(["toy/m1", "digits"], ["mle"], [0], settings)
+    assert {cell.task: (cell.training["epochs"], cell.training["lr"]) for cell in cells} == {
+        "toy/m1": (3, 0.5),
+        "digits": (7, 0.5),
+    }
+    assert "training" not in cells[0].task_settings
+
+
 def test_one_cell_of_a_shared_training_goes_first():
     table = {"name": "vi", "draws": [1, 2, 3]}
     cells = runner.plan(["toy/m1", "toy/m2"], [table, "ensemble", "mle"], [0], TINY)

@@ -103,7 +103,7 @@ class Overrides:
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> Overrides:
-        """From {"training": {...}, "ensemble": {...}, "toy/m1": {...}, "toy/*": {...}}."""
+        """From {"training": {...}, "ensemble": {...}, "toy/m1": {...}, "toy/*": {"training": {...}, ...}}."""
         rest = dict(settings)
         training = rest.pop("training", {})
         methods = {name: rest.pop(name) for name in list(rest) if name in METHODS}
@@ -174,8 +174,9 @@ def plan(
         for pattern, values in overrides.tasks.items():
             if fnmatchcase(task_name, pattern):
                 changes |= values
+        own = changes.pop("training", {})  # training of this task alone
         task = override(TASKS[task_name](), changes, task_name)
-        training = override(task.training, overrides.training, "training")
+        training = override(task.training, {**overrides.training, **own}, "training")
         for variant in [v for v in variants(methods) if fnmatchcase(task_name, v.tasks)]:
             chosen = {**overrides.methods.get(variant.method, {}), **variant.settings}
             short = task_name.rpartition("/")[2]

@@ -137,12 +137,12 @@ def _panel(found: Mapping[Entry, Place], styles: Mapping[str, str], label: str) 
     if Entry(BASELINE) in found:
         level = found[Entry(BASELINE)].quality.mean
         plot.line([x.low, x.high], [level, level], "guide")
-    for family, style in styles.items():
+    for i, (family, style) in enumerate(styles.items()):
         line = [(e.draws, place) for e, place in found.items() if e.family == family and e.draws]
         plot.line([c.mean for _, (c, _) in line], [q.mean for _, (_, q) in line], f"stroke {style}")
         for draws, (c, q) in [line[0], line[-1]] if len(line) > 1 else []:
             px, py = plot.at(c.mean, q.mean)
-            plot.text(px, py - 7, str(draws), "halo middle")
+            plot.text(px, py - 7 if i % 2 else py + 14, str(draws), "halo middle")  # lines often end together
     for entry, (c, q) in found.items():
         style = styles[entry.family]
         plot.line([c.mean, c.mean], [q.mean - (q.sd or 0), q.mean + (q.sd or 0)], f"thin {style}")
