@@ -21,6 +21,7 @@ examples:
   bayesformer run digits --methods mle,map --set map.prior="normal(0, 0.3)" --set training.epochs=40
   bayesformer report runs/ --output report.html
   bayesformer predict runs/posteriors/digits/ensemble-1a2b3c4d/seed0 pixels.csv
+  bayesformer study cost runs/
   bayesformer list
 """
 
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="A configuration file is TOML:\n\n"
         '  tasks = ["toy/*", "digits"]\n  methods = ["mle", "ensemble"]\n  seeds = 5\n\n'
         "  [training]\n  epochs = 60\n\n  [ensemble]\n  members = 5\n\n"
-        '  ["toy/m1"]\n  test = 1000\n\n'
+        '  ["toy/m1"]\n  test = 1000\n  training = {epochs = 30}\n\n'
         "A method may also be a table with settings of its own; lists make one variant per value, {task} stands for "
         "the end of\nthe task's name:\n\n"
         '  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1, tasks = "toy/*"}]\n\n'
@@ -110,19 +111,29 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_study(verbs: Any) -> None:
-    study = verbs.add_parser(
-        "study",
-        help="answer a question by many runs and one figure",
-        description="cold: log-likelihood against temperature for variational inference, SGHMC serial and parallel "
+    study = verbs.add_parser("study", help="answer a question by many runs and one figure")
+    names = study.add_subparsers(dest="name", metavar="study", required=True)
+    cold = names.add_parser(
+        "cold",
+        help="the cold posterior effect",
+        description="Log-likelihood against temperature for variational inference, SGHMC serial and parallel "
         "and Laplace, each against the MLE. Runs the missing cells, draws RESULTS/cold.svg and prints a table with "
         "the temperature that validation data choose. Call it again to resume or extend. "
         "The task imdb needs its files: see BAYESFORMER_DATA in the README.",
     )
-    study.add_argument("name", choices=["cold"], help="which study")
-    study.add_argument("--tasks", default="toy/m1,imdb", help="comma-separated task names (toy/m1,imdb)")
-    study.add_argument("--seeds", type=int, default=3, help="training seeds (3)")
-    study.add_argument("--results", type=Path, default=Path("results/cold"), help="results folder (results/cold/)")
-    _add_workers(study, 1)
+    cold.add_argument("--tasks", default="toy/m1,imdb", help="comma-separated task names (toy/m1,imdb)")
+    cold.add_argument("--seeds", type=int, default=3, help="training seeds (3)")
+    cold.add_argument("--results", type=Path, default=Path("results/cold"), help="results folder (results/cold/)")
+    _add_workers(cold, 1)
+    cost = names.add_parser(
+        "cost",
+        help="quality against the cost of a prediction",
+        description="Reads stored results, which `bayesformer run` made, and runs nothing. Draws one panel per task: "
+        "gap to the oracle, or the task's primary metric, against the time of a prediction in multiples of the MLE's, "
+        "numbers of draws of one method joined by a line. Prints the same as a table in Markdown.",
+    )
+    cost.add_argument("results", type=Path, help="results folder, e.g. results/laplace")
+    cost.add_argument("--output", type=Path, help="the figure (RESULTS/cost.svg)")
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
@@ -251,7 +262,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
     task, posterior = load_posterior(arguments.posterior)
     inputs = task.inputs(read_rows(arguments.data))
-    predictive = posterior.predict(inputs, arguments.draws)
+    predictive = task.answer(posterior.predict(inputs, arguments.draws))
     if arguments.output is None:
         write_predictions(predictive, sys.stdout)
     else:
@@ -262,7 +273,12 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def study(arguments: argparse.Namespace) -> int:
-    """Run a study's missing cells and draw its figure."""
+    """Answer a study's question."""
+    return {"cold": _study_cold, "cost": _study_cost}[arguments.name](arguments)
+
+
+def _study_cold(arguments: argparse.Namespace) -> int:
+    """Run the missing cells and draw the figure."""
     from bayesformer.bench.runner import load_results
     from bayesformer.study import cold
 
@@ -275,6 +291,17 @@ def study(arguments: argparse.Namespace) -> int:
         print(cold.table(results))
         print(f"figure: {cold.figure(results, arguments.results / 'cold.svg')}")
     return code
+
+
+def _study_cost(arguments: argparse.Namespace) -> int:
+    """Draw stored results."""
+    from bayesformer.bench.runner import load_results
+    from bayesformer.study import cost
+
+    results = load_results(arguments.results)
+    print(cost.table(results))
+    print(f"figure: {cost.figure(results, arguments.output or arguments.results / 'cost.svg')}")
+    return 0
 
 
 def _run_and_report(

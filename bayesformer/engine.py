@@ -145,7 +145,7 @@ def calibrate(task: MemberTask, members: Sequence[int], workers: int) -> Calibra
     trials = {"looped": task.trial(members[:1])}
     if obstacle(task) is None:
         trials["batched"] = task.trial(chunk)
-    best = _best_seconds(trials)
+    best = best_seconds(trials)
     one = best["looped"] * task.units
     seconds = {"looped": one * len(members)}
     if task.device.type == "cpu" and workers > 1 and not _in_worker and _portable(task):
@@ -155,12 +155,17 @@ def calibrate(task: MemberTask, members: Sequence[int], workers: int) -> Calibra
     return Calibration(seconds)
 
 
-def _best_seconds(trials: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The shortest time of each trial over interleaved rounds: other programs only ever add to a time."""
+def best_seconds(
+    trials: Mapping[str, Callable[[], object]], times: int = TRIALS, patience: float = math.inf
+) -> dict[str, float]:
+    """The shortest time of each trial over interleaved rounds: other programs only ever add to a time.
+
+    At most `times` rounds, and no further one after `patience` seconds.
+    """
     on_gpu = torch.cuda.is_available()
     clock = time.process_time if torch.get_num_threads() == 1 and not on_gpu else time.perf_counter
-    seconds = dict.fromkeys(trials, math.inf)
-    for turn in range(1 + TRIALS):
+    seconds, began = dict.fromkeys(trials, math.inf), clock()
+    for turn in range(1 + times):
         for name, trial in trials.items():
             start = clock()
             trial()
@@ -168,6 +173,8 @@ def _best_seconds(trials: Mapping[str, Callable[[], object]]) -> dict[str, float
                 torch.cuda.synchronize()
             if turn:  # the first turn warms up
                 seconds[name] = min(seconds[name], clock() - start)
+        if turn and clock() - began > patience:
+            break
     return seconds
 
 

@@ -16,6 +16,9 @@ from bayesformer.errors import unknown_name
 
 T = TypeVar("T")
 
+LATER = {"later": True}
+"""Metadata of a field that was added when results without it had been stored; see `identity`."""
+
 
 def override(instance: T, changes: Mapping[str, Any], where: str) -> T:
     """A copy of a dataclass with some fields changed; unknown names and wrong types are errors."""
@@ -27,6 +30,13 @@ def override(instance: T, changes: Mapping[str, Any], where: str) -> T:
             raise unknown_name(f"setting of {where}", name, known)
         checked[name] = _fit_type(value, hints[name], f"{where}.{name}")
     return replace(instance, **checked)  # type: ignore[type-var]
+
+
+def identity(kind: type[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that tell two results apart: without those marked `LATER` that are at their default, so that results
+    stored before such a setting existed still count."""
+    absent = {f.name for f in fields(kind) if f.metadata.get("later") and settings.get(f.name) == f.default}
+    return {name: value for name, value in settings.items() if name not in absent}
 
 
 def parse_assignment(text: str) -> tuple[list[str], Any]:

@@ -11,7 +11,15 @@ from torch.func import functional_call, vmap
 
 from bayesformer.attention import Linear, Softmax
 from bayesformer.likelihoods import Gaussian
-from bayesformer.models import Encoder, Regressor, SequenceClassifier, Tagger, VisionTransformer
+from bayesformer.models import (
+    Encoder,
+    FeatureTransformer,
+    MlpRegressor,
+    Regressor,
+    SequenceClassifier,
+    Tagger,
+    VisionTransformer,
+)
 from bayesformer.models.transformer import LearnedPositions, SinusoidalPositions, sinusoids
 from bayesformer.models.vit import patches
 from bayesformer.types import Draw
@@ -44,6 +52,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], tuple[torch.Tenso
         lambda: (tokens(), valid()),
     ),
     "vit": (lambda **s: VisionTransformer(6, 2, 3, C, **{"dim": D} | s), lambda: (torch.randn(B, 3, 6, 6),)),
+    "features": (lambda **s: FeatureTransformer(encoder(**s), 5, outputs=2), lambda: (torch.randn(B, 5),)),
 }
 
 
@@ -53,7 +62,7 @@ def as_double(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("regressor", (B, T, 6)), ("tagger", (B, T, C)), ("classifier", (B, C)), ("vit", (B, C))],
+    [("regressor", (B, T, 6)), ("tagger", (B, T, C)), ("classifier", (B, C)), ("vit", (B, C)), ("features", (B, 4))],
 )
 def test_shapes_on_any_device_and_type(name, shape):
     build, inputs = MODELS[name]
@@ -244,6 +253,43 @@ def test_patches_equal_a_strided_convolution():
     torch.testing.assert_close(embedding(patches(images, 4)), expected.flatten(2).mT)
 
 
+# Rows of features
+
+
+def test_a_feature_is_the_token_x_w_plus_b_after_a_class_token():
+    model, x = FeatureTransformer(encoder(), 5), torch.randn(B, 5)
+    first, w, b = model.embedding.weight.T[0], model.embedding.weight.T[1:6], model.embedding.weight.T[6:]
+    tokens = model.embedding(model.rows(x))  # (B, 1 + 5, D)
+    torch.testing.assert_close(tokens[:, 0], first.expand(B, -1))
+    for j in range(5):
+        torch.testing.assert_close(tokens[:, 1 + j], x[:, j : j + 1] * w[j] + b[j])
+
+
+@pytest.mark.parametrize("build", [lambda: FeatureTransformer(encoder(), 5), lambda: MlpRegressor(5)])
+def test_rows_are_answered_one_by_one_and_every_feature_counts(build):
+    model, x = build().double(), torch.randn(7, 5, dtype=torch.float64)
+    order = torch.randperm(7)
+    torch.testing.assert_close(model(x[order]), model(x)[order])
+    jacobian = torch.autograd.functional.jacobian(model, x)  # (7, 2, 7, 5)
+    assert (jacobian.diagonal(dim1=0, dim2=2) != 0).all()
+    assert (jacobian.permute(0, 2, 1, 3)[~torch.eye(7, dtype=torch.bool)] == 0).all()
+
+
+def test_the_answer_is_read_off_the_class_token():
+    model, x = FeatureTransformer(encoder(), 5), torch.randn(B, 5)
+    encoded = model.encoder(math.sqrt(D) * model.embedding(model.rows(x)))
+    torch.testing.assert_close(model(x), model.projection(encoded[:, 0]))
+
+
+def test_mlp_regressor_is_the_network_of_the_uci_comparisons():
+    model = MlpRegressor(13)
+    assert sum(p.numel() for p in model.parameters()) == 13 * 50 + 50 + 50 * 2 + 2
+    plain = nn.Sequential(model.hidden, nn.ReLU(), model.projection)
+    x = torch.randn(4, 13)
+    torch.testing.assert_close(model(x), plain(x))
+    Gaussian(scale=None).check(model(x), torch.randn(4, 1))
+
+
 # Initial law
 
 
@@ -265,7 +311,7 @@ def test_reset_parameters_renews_every_parameter_in_any_order(name, order):
     for module in owners(model):
         if isinstance(module, nn.Linear):
             assert module.weight.abs().max() <= math.sqrt(6 / sum(module.weight.shape))
-            assert torch.equal(module.bias, torch.zeros_like(module.bias))
+            assert module.bias is None or torch.equal(module.bias, torch.zeros_like(module.bias))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +321,8 @@ def test_reset_parameters_renews_every_parameter_in_any_order(name, order):
         lambda: Tagger(Encoder(64), 300, 50),
         lambda: SequenceClassifier(Encoder(64), 300, 50),
         lambda: VisionTransformer(28, 4, 3, 50),
+        lambda: FeatureTransformer(Encoder(64), 30, outputs=40),
+        lambda: MlpRegressor(30, outputs=40),
     ],
 )
 def test_every_matrix_starts_uniform_within_glorots_bound(build):
@@ -406,6 +454,12 @@ def test_gradients_are_those_of_finite_differences(name):
             lambda: VisionTransformer(8, 4, 1, 10)(torch.randn(2, 8, 8)),
             r"images must have shape \(B, 1, 8, 8\); got \(2, 8, 8\).",
         ),
+        (lambda: FeatureTransformer(encoder(), 0), "features must be at least 1; got 0."),
+        (
+            lambda: FeatureTransformer(encoder(), 5)(torch.randn(2, 4)),
+            r"inputs must have shape \(B, 5\); got \(2, 4\).",
+        ),
+        (lambda: MlpRegressor(5, hidden=0), "hidden must be at least 1; got 0."),
     ],
 )
 def test_errors_name_argument_rule_and_value(build, message):

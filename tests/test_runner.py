@@ -1,6 +1,7 @@
 """The runner and the command line: only what is missing, nothing lost, errors that help."""
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,11 @@ import pytest
 import torch
 
 from bayesformer import cli
+from bayesformer import train as training_loop
 from bayesformer.bench import demo, runner, tasks
 from bayesformer.bench.predicting import read_rows
 from bayesformer.errors import DamagedFileError
+from bayesformer.posterior import Posterior
 from bayesformer.settings import explain, parse_assignment
 from bayesformer.train import Training
 
@@ -65,6 +69,67 @@ def test_other_settings_are_other_cells():
     assert one.key != other.key
     assert runner._variant(other) == "prior=normal(0, 0.3)"
     assert runner._variant(one) == ""
+
+
+def test_a_setting_that_came_later_changes_no_key_at_its_default():
+    """Stored results of mean_field know nothing of `predictive`, and still count."""
+    (cell,) = runner.plan(["toy/m1"], ["mean_field"], [0], TINY)
+    before = {name: value for name, value in cell.method_settings.items() if name != "predictive"}
+    facts = [cell.task, cell.method, cell.task_settings, cell.training, before]
+    assert cell.key == hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+    (other,) = runner.plan(["toy/m1"], [{"name": "mean_field", "predictive": "streamlined"}], [0], TINY)
+    assert other.key != cell.key
+
+
+def test_variants_that_differ_after_training_are_trained_once(tmp_path, monkeypatch):
+    steps = []
+    real = training_loop._save
+    monkeypatch.setattr(training_loop, "_save", lambda *args: (steps.append(args), real(*args)))
+    table = {"name": "laplace", "structure": ["diag", "last_layer"], "predictive": "sampled", "draws": [2, 3]}
+    cells = runner.plan(["toy/m1"], [table, {"name": "laplace", "start": 2.0}], [0, 1], TINY)
+    assert len({cell.trained_in for cell in cells}) == 2 * 2
+    assert not runner.run(cells, runner.Options(tmp_path / "together", keep_posteriors=False)).failed
+    assert len(steps) == 2 * 2  # one checkpoint at the end of every training: two seeds, two starts
+    assert not any((tmp_path / "together" / runner.CHECKPOINTS).rglob("*.safetensors"))
+    runner.run(cells[:1], runner.Options(tmp_path / "alone", keep_posteriors=False))
+    one, two = (json.loads((tmp_path / name / cells[0].path).read_text()) for name in ("together", "alone"))
+    assert one["metrics"] == two["metrics"]
+    assert all(r["cost"]["fit_seconds"] > 0.01 for r in runner.load_results(tmp_path / "together"))  # training counted
+
+
+@pytest.mark.parametrize("name", [name for name in runner.METHODS if hasattr(runner.METHODS[name], "AFTER_TRAINING")])
+def test_settings_after_training_exist(name):
+    assert set(runner.METHODS[name].AFTER_TRAINING) <= {f.name for f in fields(runner.METHODS[name])}
+
+
+def test_a_task_may_have_training_of_its_own():
+    settings = {"training": {"epochs": 7, "lr": 0.5}, "toy/*": {"training": {"epochs": 3}, "dim": 8}}
+    cells = runner.plan(["toy/m1", "digits"], ["mle"], [0], settings)
+    assert {cell.task: (cell.training["epochs"], cell.training["lr"]) for cell in cells} == {
+        "toy/m1": (3, 0.5),
+        "digits": (7, 0.5),
+    }
+    assert "training" not in cells[0].task_settings
+
+
+def test_one_cell_of_a_shared_training_goes_first():
+    table = {"name": "vi", "draws": [1, 2, 3]}
+    cells = runner.plan(["toy/m1", "toy/m2"], [table, "ensemble", "mle"], [0], TINY)
+    order = [(cell.task, cell.method, cell.method_settings.get("draws")) for cell in runner._in_order(cells)]
+    assert [method for _, method, _ in order[:2]] == ["ensemble"] * 2
+    assert [draws for _, method, draws in order if method == "vi"] == [1, 1, 2, 2, 3, 3]
+
+
+def test_prediction_is_timed_warm_on_a_fixed_number_of_examples(tmp_path, monkeypatch):
+    asked = []
+    real = Posterior.predict
+    monkeypatch.setattr(
+        Posterior, "predict", lambda self, x, *a, **k: (asked.append(len(x)), real(self, x, *a, **k))[1]
+    )
+    settings = {**TINY, "toy/*": {**TINY["toy/*"], "test": 200}}
+    (path,) = runner.run(runner.plan(["toy/m1"], ["mle"], [0], settings), runner.Options(tmp_path)).done
+    assert asked == [200, 20] + [runner.TIMED] * (1 + runner.TIMES)  # test, validation, then warm-up and repeats
+    assert json.loads(path.read_text())["cost"]["predict_ms"] > 0
 
 
 def test_worker_processes_give_the_same_metrics(tmp_path):
@@ -269,9 +334,9 @@ def test_help_of_every_verb(capsys):
     assert "usage: bayesformer predict" in capsys.readouterr().out
 
 
-def test_demo_covers_every_task_and_first_method():
+def test_demo_covers_the_first_tasks_and_methods():
     cells = demo.cells([0])
-    assert {c.task for c in cells} == set(tasks.TASKS) - {"imdb"}  # which needs files
+    assert {c.task for c in cells} == {"digits", *(name for name in tasks.TASKS if name.startswith("toy/"))}
     assert {c.method for c in cells} == {"mle", "map", "ensemble", "mc_dropout"}
     assert max(c.method_settings.get("members", 1) for c in cells) < runner.METHODS["ensemble"]().members
 

@@ -496,3 +496,19 @@ def test_correlations_can_be_dropped_on_request():
     blocks = tuple(Dense(torch.linalg.cholesky(sigma[p, p])) for p in places)
     expected = streamlined_outputs(model, layout, BlockGaussian(theta, places, blocks), x, FULL)
     assert torch.allclose(found.covariance, expected.covariance)
+
+
+def test_a_dense_block_over_a_part_of_a_layer_is_refused_or_dropped_to_variances():
+    """A subnetwork that happens to lie in one matrix and its bias."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    layout = Layout.of(model)
+    theta = layout.pack(dict(model.named_parameters()))
+    few = torch.tensor([1, 4, 6])  # two entries of the matrix, one of the bias
+    tril = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.2, 0.3, 0.7]])
+    weights, x = BlockGaussian(theta, (few,), (Dense(tril),)), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="cannot use a dense block over 2 parameters"):
+        streamlined_outputs(model.eval(), layout, weights, x)
+    variance = streamlined_outputs(model, layout, weights, x, Settings(correlations="drop")).diagonal
+    v = weights.variance()
+    expected = torch.stack([x[:, 1] ** 2 * v[1] + v[6], x[:, 1] ** 2 * v[4]], 1)
+    torch.testing.assert_close(variance, expected)

@@ -6,6 +6,7 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer.methods import METHODS, build_method, wrap
+from bayesformer.network import FlatModel
 from bayesformer.train import Collect
 from bayesformer.weights import GaussianWeights
 from tests.nets import Mlp, Normed, blobs
@@ -54,6 +55,43 @@ def test_a_subset_leaves_the_other_weights_at_the_mode(name):
 def test_mean_field_on_a_subset_has_random_weights_there_only():
     posterior = fit("mean_field", subset="net.3.*")
     assert posterior.model.layout.names == ("net.3.weight", "net.3.bias")
+
+
+GAUSSIAN = {"vi": {}, "mean_field": {}, "ivon": {}, "swag": {"rank": 0}, "ekf": {}, "laplace": {}}
+
+
+@pytest.mark.parametrize("way", ["streamlined", "linearised", "sampled"])
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_every_gaussian_method_predicts_in_every_way(name, way, tmp_path):
+    settings = {**GAUSSIAN[name], "predictive": way}
+    posterior, x = fit(name, **settings), torch.randn(5, 3)
+    assert posterior.predictive == way
+    probs = posterior.predict(x).probs
+    torch.testing.assert_close(probs.sum(-1), torch.ones(5))
+    if way != "sampled":
+        assert not torch.equal(posterior.predict(x, predictive="sampled").probs, probs)
+    method = build_method(name, {**SMALL.get(name, {}), **settings})
+    loaded = bf.Posterior.load(posterior.save(tmp_path / "p"), wrap(method, Mlp()))
+    assert torch.equal(loaded.predict(x).probs, probs)
+
+
+def test_mean_field_as_a_gaussian_over_weights_is_the_law_it_trained():
+    """The same training either way: locations and scales of the random network, 0 where weights are points."""
+    random, gaussian = fit("mean_field", subset="net.3.*"), fit("mean_field", subset="net.3.*", predictive="linearised")
+    trained = FlatModel(random.model)
+    trained.load(random.theta[0])
+    law, layout = gaussian.weights, gaussian.layout
+    sd = layout.views(law.sd)
+    for name, scale in trained.module.scales().items():
+        torch.testing.assert_close(sd[name], scale)
+    assert not sd["net.0.weight"].any()
+    for name, value in trained.module.point().named_parameters():
+        torch.testing.assert_close(layout.views(law.mean)[name], value)
+
+
+def test_only_a_gaussian_family_has_moments_to_carry():
+    with pytest.raises(ValueError, match="'sampled' unless family is 'gaussian'; got 'streamlined' with family='lap"):
+        build_method("mean_field", {"family": "laplace", "predictive": "streamlined"})
 
 
 def test_chains_are_the_same_in_every_strategy():
@@ -212,7 +250,7 @@ def test_the_kl_is_divided_by_the_number_of_data():
     from bayesformer.layers import kl_divergence
     from bayesformer.likelihoods import Categorical
     from bayesformer.methods.layers import Penalty
-    from bayesformer.network import FlatLogJoint, FlatModel
+    from bayesformer.network import FlatLogJoint
 
     data = blobs(60)
     model = wrap(build_method("mean_field"), Mlp())

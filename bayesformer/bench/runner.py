@@ -12,12 +12,13 @@ import json
 import platform
 import shutil
 import subprocess
-import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
@@ -29,19 +30,18 @@ from bayesformer import evaluate, traces
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
 from bayesformer.dataset import Data, first_tensor
-from bayesformer.engine import Strategy, run_in_processes
+from bayesformer.engine import Strategy, best_seconds, run_in_processes
 from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.methods import METHODS, Method, Problem, build_method
 from bayesformer.posterior import Posterior
-from bayesformer.predictive import Predictive
 from bayesformer.progress import Reporter, Silent
-from bayesformer.settings import override, summary
+from bayesformer.settings import identity, override, summary
 from bayesformer.storage import read_json, write_json
 from bayesformer.train import Training
-from bayesformer.types import Inputs
 
 FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
 ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
+TIMED, TIMES, PATIENCE = 128, 5, 2.0  # examples whose prediction is timed, how often, and for how many seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Cell:
     @property
     def key(self) -> str:
         """A hash of the settings: cells of one key differ by seed only."""
-        facts = [self.task, self.method, self.task_settings, self.training, self.method_settings]
+        chosen = identity(METHODS[self.method], self.method_settings)
+        facts = [self.task, self.method, self.task_settings, self.training, chosen]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -68,8 +69,19 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """A folder name of its own, for checkpoints and posteriors."""
+        """A folder name of its own, for its posterior."""
         return self.path.with_suffix("")
+
+    @property
+    def trained_in(self) -> Path:
+        """A folder name for checkpoints, the same for cells whose settings differ after training only."""
+        kind = METHODS[self.method]
+        after = getattr(kind, "AFTER_TRAINING", ())
+        if not after:
+            return self.folder
+        defaults = asdict(kind())
+        common = {**self.method_settings, **{name: defaults[name] for name in after}}
+        return replace(self, method_settings=common).folder
 
     def __str__(self) -> str:
         return f"{self.task} {self.method} seed {self.seed}"
@@ -91,7 +103,7 @@ class Overrides:
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> Overrides:
-        """From {"training": {...}, "ensemble": {...}, "toy/m1": {...}, "toy/*": {...}}."""
+        """From {"training": {...}, "ensemble": {...}, "toy/m1": {...}, "toy/*": {"training": {...}, ...}}."""
         rest = dict(settings)
         training = rest.pop("training", {})
         methods = {name: rest.pop(name) for name in list(rest) if name in METHODS}
@@ -162,8 +174,9 @@ def plan(
         for pattern, values in overrides.tasks.items():
             if fnmatchcase(task_name, pattern):
                 changes |= values
+        own = changes.pop("training", {})  # training of this task alone
         task = override(TASKS[task_name](), changes, task_name)
-        training = override(task.training, overrides.training, "training")
+        training = override(task.training, {**overrides.training, **own}, "training")
         for variant in [v for v in variants(methods) if fnmatchcase(task_name, v.tasks)]:
             chosen = {**overrides.methods.get(variant.method, {}), **variant.settings}
             short = task_name.rpartition("/")[2]
@@ -200,11 +213,15 @@ def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = Non
     """Run the cells that have no result yet; each result is safe on disk as soon as its cell ends."""
     reporter = reporter or Silent()
     missing = [cell for cell in cells if not (options.results / cell.path).exists()]
+    waiting = Counter(cell.trained_in for cell in missing)
     done: list[Path] = []
     failed: list[tuple[Cell, str]] = []
-    for cell, problem in _each(_costly_first(missing), options, reporter):
+    for cell, problem in _each(_in_order(missing), options, reporter):
         if problem is None:
             done.append(options.results / cell.path)
+            waiting[cell.trained_in] -= 1
+            if not waiting[cell.trained_in]:  # no other cell starts from this training
+                shutil.rmtree(options.results / CHECKPOINTS / cell.trained_in, ignore_errors=True)
         else:
             failed.append((cell, problem))
         reporter.update("cells", len(done) + len(failed), len(missing), str(cell))
@@ -221,9 +238,15 @@ def _each(cells: list[Cell], options: Options, reporter: Reporter) -> Iterator[t
             yield cell, work(cell, reporter)
 
 
-def _costly_first(cells: Sequence[Cell]) -> list[Cell]:
-    """Long cells first, so that no worker is left with one at the end."""
-    return sorted(cells, key=lambda cell: -int(cell.method_settings.get("members", 1)))
+def _in_order(cells: Sequence[Cell]) -> list[Cell]:
+    """Long cells first, so that no worker is left with one at the end; of cells that share a training one first, so
+    that two workers do not both do it."""
+    before: Counter[Path] = Counter()
+    places = []
+    for cell in cells:
+        places.append((-int(cell.method_settings.get("members", 1)), before[cell.trained_in]))
+        before[cell.trained_in] += 1
+    return [cell for _, cell in sorted(zip(places, cells, strict=True), key=lambda pair: pair[0])]
 
 
 @dataclass(frozen=True)
@@ -243,7 +266,6 @@ class CellWork:
             return text
         write_json(self.options.results / cell.path, result)
         (self.options.results / FAILED / cell.path).unlink(missing_ok=True)
-        shutil.rmtree(self.options.results / CHECKPOINTS / cell.folder, ignore_errors=True)
         return None
 
 
@@ -263,12 +285,12 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
                 seed=cell.seed,
                 strategy=options.strategy,
                 workers=options.workers,
-                checkpoint=options.results / CHECKPOINTS / cell.folder,
+                checkpoint=options.results / CHECKPOINTS / cell.trained_in,
                 checkpoint_seconds=options.checkpoint_seconds,
                 reporter=reporter,
             )
         )
-        ask = _Asker(posterior, options)
+        ask = partial(posterior.predict, strategy=options.strategy, workers=options.workers)
         evaluation = task.evaluate(ask, data)
     validation = _validation_score(posterior, data.validation, options)
     if len(posterior.theta) >= traces.LEAST * posterior.facts.get("chains", len(posterior.theta)):
@@ -283,7 +305,7 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         kept.save(options.results / POSTERIORS / cell.folder)
     cost = {
         "fit_seconds": round(float(posterior.facts["seconds"]), 3),
-        "predict_ms": round(ask.seconds / ask.examples * 1e3, 4),
+        "predict_ms": round(_predict_ms(posterior, data.test), 4),
         "parameters": sum(t.numel() for t in posterior.weights.tensors().values()),
         "peak_mib": memory.mib,
     }
@@ -296,20 +318,12 @@ def _validation_score(posterior: Posterior, validation: Data, options: Options) 
     return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
 
 
-class _Asker:
-    """`predict`, timed."""
-
-    def __init__(self, posterior: Posterior, options: Options) -> None:
-        self.posterior, self.options = posterior, options
-        self.seconds, self.examples = 0.0, 0
-
-    def __call__(self, inputs: Inputs) -> Predictive:
-        start = time.perf_counter()
-        options = self.options
-        predictive = self.posterior.predict(inputs, strategy=options.strategy, workers=options.workers)
-        self.seconds += time.perf_counter() - start
-        self.examples += len(first_tensor(inputs))
-        return predictive
+def _predict_ms(posterior: Posterior, test: Data) -> float:
+    """Milliseconds per example, in this process alone: the fastest of a few predictions of the same examples, after
+    one that warms up and chooses a strategy. Other programs only ever add to a time."""
+    few = test.take(slice(0, TIMED)).inputs
+    predict = partial(posterior.predict, few, workers=1)
+    return best_seconds({"predict": predict}, TIMES, PATIENCE)["predict"] / len(first_tensor(few)) * 1e3
 
 
 class _Named:

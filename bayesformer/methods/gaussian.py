@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -98,6 +98,8 @@ class Vi:
     subset: str = "*"
     """name pattern of the weights to infer; the others stay at the mode, so give a warm-up"""
 
+    AFTER_TRAINING: ClassVar = ("draws", "predictive")
+
     def __post_init__(self) -> None:
         check_ranges(
             self,
@@ -164,6 +166,8 @@ class Ivon:
     """share of the epochs spent finding a mode with Adam first"""
     subset: str = "*"
     """name pattern of the weights to infer; the others stay at the mode"""
+
+    AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -238,6 +242,8 @@ class Swag:
     subset: str = "*"
     """name pattern of the weights that move; the others stay at the mode"""
 
+    AFTER_TRAINING: ClassVar = ("draws", "predictive")
+
     def __post_init__(self) -> None:
         check_ranges(
             self,
@@ -296,6 +302,8 @@ class Ekf:
     """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     subset: str = "*"
     """name pattern of the weights to infer; the others stay at the start"""
+
+    AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
     def __post_init__(self) -> None:
         check_ranges(

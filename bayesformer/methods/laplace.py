@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,11 @@ class Laplace:
     """weights of a subnetwork: those of largest variance"""
     grid: int = 10
     """precisions from 1e-3 to 1e6 that validation tries"""
+
+    AFTER_TRAINING: ClassVar = (
+        "structure", "curvature", "subset", "per", "noise", "temperature", "predictive", "link", "draws", "samples",
+        "rank", "size", "grid",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         number = self.prior_precision

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
-from bayesformer.layers import convert, convert_concrete, kl_divergence
+from bayesformer.layers import Variational, convert, convert_concrete, kl_divergence
 from bayesformer.methods.members import facts_of, prior_of, run, task_of
 from bayesformer.methods.problem import Problem, check_ranges
-from bayesformer.posterior import Posterior
-from bayesformer.weights import Samples
+from bayesformer.network import FlatModel, Layout
+from bayesformer.posterior import WAYS, Posterior, Way
+from bayesformer.settings import LATER
+from bayesformer.weights import GaussianWeights, Samples
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,22 @@ class MeanField:
     """where the scales start, before softplus"""
     draws: int = 30
     """forward passes per prediction"""
+    predictive: Way = field(default="sampled", metadata=LATER)
+    """from weights to outputs: sampled; or, of a Gaussian, linearised or streamlined (moments in one forward pass)"""
+
+    AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
     def __post_init__(self) -> None:
-        check_ranges(self, temperature=self.temperature >= 0, draws=self.draws >= 1)
+        check_ranges(self, temperature=self.temperature >= 0, draws=self.draws >= 1, predictive=self.predictive in WAYS)
         prior_of(self.prior)
+        if self.predictive != "sampled" and self.family != "gaussian":
+            raise ValueError(
+                f"meanfield.predictive must be 'sampled' unless family is 'gaussian'; got {self.predictive!r} with "
+                f"family={self.family!r}."
+            )
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model with random weights."""
+    def random(self, model: nn.Module) -> Variational:
+        """The model with random weights, which is trained."""
         return convert(
             model,
             self.family,
@@ -51,9 +64,28 @@ class MeanField:
             rho=self.rho,
         )
 
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model of the posterior: with random weights if they are drawn inside, else as it is."""
+        return self.random(model) if self.predictive == "sampled" else model
+
     def fit(self, problem: Problem) -> Posterior:
         """Ascend the evidence lower bound."""
-        return _fit("mean_field", self, problem)
+        posterior = _fit("mean_field", self, problem, self.random)
+        return posterior if self.predictive == "sampled" else self._gaussian(posterior)
+
+    def _gaussian(self, posterior: Posterior) -> Posterior:
+        """The same law as a Gaussian over the weights of the plain model."""
+        trained = FlatModel(posterior.model)
+        trained.load(posterior.theta[0])
+        random = trained.module
+        assert isinstance(random, Variational)
+        model, scales = random.point(), random.scales()
+        model.zero_grad(set_to_none=True)
+        layout, own = Layout.of(model), dict(model.named_parameters())
+        sd = layout.pack({name: scales.get(name, torch.zeros_like(value)) for name, value in own.items()})
+        law = GaussianWeights(layout.pack(own), sd.detach())
+        way: dict[str, Any] = {"default_draws": self.draws, "predictive": self.predictive}
+        return Posterior(model, posterior.likelihood, law, facts=posterior.facts, **way)
 
 
 @dataclass(frozen=True)
@@ -96,15 +128,15 @@ class ConcreteDropout:
 
     def fit(self, problem: Problem) -> Posterior:
         """Train weights and rates together."""
-        return _fit("concrete_dropout", self, problem)
+        return _fit("concrete_dropout", self, problem, self.wrap)
 
 
-def _fit(name: str, method: Any, problem: Problem) -> Posterior:
+def _fit(name: str, method: Any, problem: Problem, prepare: Callable[[nn.Module], nn.Module]) -> Posterior:
     task = task_of(
         problem,
         name,
         validation=None,  # a bound on the evidence needs no early stopping
-        prepare=method.wrap,
+        prepare=prepare,
         penalty=Penalty(method.temperature),
     )
     model, result = run(task, 1, problem)

@@ -37,7 +37,11 @@ class Problem:
 
 
 class Method(Protocol):
-    """Anything with `fit(problem) -> Posterior`."""
+    """Anything with `fit(problem) -> Posterior`.
+
+    A tuple `AFTER_TRAINING` on its class may name the settings that come into play after training: the runner then
+    trains once for all variants that differ in these alone.
+    """
 
     def fit(self, problem: Problem) -> Posterior:
         """The posterior of this method."""

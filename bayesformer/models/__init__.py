@@ -1,6 +1,15 @@
 """Readable reference models. Any other `nn.Module` will do as well."""
 
+from bayesformer.models.tabular import FeatureTransformer, MlpRegressor
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
 from bayesformer.models.vit import VisionTransformer
 
-__all__ = ["Encoder", "Regressor", "SequenceClassifier", "Tagger", "VisionTransformer"]
+__all__ = [
+    "Encoder",
+    "FeatureTransformer",
+    "MlpRegressor",
+    "Regressor",
+    "SequenceClassifier",
+    "Tagger",
+    "VisionTransformer",
+]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bayesformer.bench.report.plot import Plot
-from bayesformer.bench.report.scale import Scale
+from bayesformer.bench.report.scale import Scale, without_outliers
 from bayesformer.bench.report.standalone import Key, write_figure
 from bayesformer.bench.runner import Cell, plan
 from bayesformer.bench.statistics import summarise
@@ -90,7 +90,7 @@ def _panel(results: Sequence[dict[str, Any]]) -> Plot:
     curves = {name: curve(results, name) for name in METHODS}
     baseline = [r["metrics"]["log_likelihood"] for r in results if r["method"] == "mle"]
     levels = [m + k * s for line in curves.values() for m, s in line.values() for k in (-1, 1)] + baseline
-    y = Scale.over(_without_outliers(levels, baseline), pad=0.08)
+    y = Scale.over([*without_outliers(levels), *baseline], pad=0.08)
     x = Scale.over([t for line in curves.values() for t in line] or [1.0], log=True, pad=0.05)
     plot = Plot(x, y, 380, 260, "temperature", "log-likelihood, nats", clip=True)
     if baseline:
@@ -105,14 +105,6 @@ def _panel(results: Sequence[dict[str, Any]]) -> Plot:
         for t, m in zip(hot, means, strict=True):
             plot.point(t, m, f"fill m{i}", shape=i)
     return plot
-
-
-def _without_outliers(levels: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Levels within ten times the spread of the better half, so that one failed run does not flatten the rest."""
-    kept = sorted((v for v in levels if math.isfinite(v)), reverse=True)
-    half = kept[: max(2, len(kept) // 2)]
-    floor = half[0] - 10 * (half[0] - half[-1])
-    return [v for v in kept if v >= floor] + list(baseline)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:

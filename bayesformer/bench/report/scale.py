@@ -39,6 +39,16 @@ def tick_label(value: float) -> str:
     return f"{0.0 if abs(scaled) < 1e-12 else scaled:.4g}{unit}".replace("-", "−")
 
 
+def without_outliers(levels: Iterable[float]) -> list[float]:
+    """Levels within ten times the spread of the better half, so that one failed run does not flatten the rest."""
+    kept = sorted((v for v in levels if math.isfinite(v)), reverse=True)
+    if not kept:
+        return []
+    half = kept[: max(2, len(kept) // 2)]
+    floor = half[0] - 10 * (half[0] - half[-1])
+    return [v for v in kept if v >= floor]
+
+
 @dataclass(frozen=True)
 class Scale:
     """Maps [low, high] to [0, 1], linearly or in the logarithm, with the ticks to draw."""

@@ -24,19 +24,25 @@ class Key(NamedTuple):
     shape: int | None  # marker, or None for a dashed guide
 
 
-def write_figure(path: Path, panels: Sequence[tuple[str, Plot]], key: Sequence[Key]) -> Path:
-    """Write the panels, each under its title, in one row."""
-    width = sum(plot.width for _, plot in panels) + GAP * (len(panels) + 1)
-    height = max(plot.height for _, plot in panels)
-    parts, left = [], GAP
-    for title, plot in panels:
-        parts.append(tag("text", title, x=left, y=TITLE - 6, style="font-weight:600;fill:var(--ink)"))
-        inner = plot.render(title)
-        place = f'<svg x="{left:g}" y="{TITLE:g}" width="{plot.width:g}" height="{plot.height:g}" '
-        parts.append(Html(inner.replace("<svg ", place, 1)))
-        left += plot.width + GAP
-    legend, rows = _legend(key, width, TITLE + height + LINE)
-    full = TITLE + height + LINE * (rows + 1)
+def write_figure(
+    path: Path, panels: Sequence[tuple[str, Plot]], key: Sequence[Key], columns: int | None = None
+) -> Path:
+    """Write the panels, each under its title, `columns` to a row (all in one), over their key."""
+    columns = columns or len(panels)
+    rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
+    width = max(sum(plot.width + GAP for _, plot in row) + GAP for row in rows)
+    parts, top = [], 0.0
+    for row in rows:
+        left = GAP
+        for title, plot in row:
+            parts.append(tag("text", title, x=left, y=top + TITLE - 6, style="font-weight:600;fill:var(--ink)"))
+            inner = plot.render(title)
+            place = f'<svg x="{left:g}" y="{top + TITLE:g}" width="{plot.width:g}" height="{plot.height:g}" '
+            parts.append(Html(inner.replace("<svg ", place, 1)))
+            left += plot.width + GAP
+        top += TITLE + max(plot.height for _, plot in row)
+    legend, lines = _legend(key, width, top + LINE)
+    full = top + LINE * (lines + 1)
     drawn = tag(
         "svg",
         tag("style", Html(colour_sheet() + MARKS + FONT)),

@@ -145,7 +145,8 @@ def _dense(
     order = {int(i): position for position, i in enumerate(index.tolist())}
     matrices = [name for name, (_, shape) in touched.items() if len(shape) > 1]
     names = list(touched)
-    if len(matrices) == 1 and len(names) == 2:
+    whole = {name for name, (place, _) in touched.items() if all(int(i) in order for i in place.tolist())}
+    if len(matrices) == 1 and len(names) == len(whole) == 2:
         bias = touched[next(name for name in names if name != matrices[0])][0]
         for table, turned in _orders(*touched[matrices[0]], bias):
             yield matrices[0], Known(Complete(_sub(block, table, order), with_bias=True), turned)
@@ -153,7 +154,7 @@ def _dense(
     if len(names) > 1:
         _refuse(run, f"a dense block over {len(names)} parameters")
     for name, (place, shape) in touched.items():
-        if not all(int(i) in order for i in place.tolist()):
+        if name not in whole:
             _refuse(run, f"a dense block over a part of {name}")
         elif len(shape) > 1:
             table = place.view(shape[0], -1)

@@ -1,0 +1,41 @@
+"""Tasks: data, a model and a likelihood, and how a posterior is judged on them; one file each.
+
+`TASKS` lists them by name. The runner knows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from bayesformer.bench.tasks.digits import DigitsVit
+from bayesformer.bench.tasks.imdb import ImdbReviews
+from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
+from bayesformer.bench.tasks.regression import TabularRegression
+from bayesformer.bench.tasks.toy import ToySeries
+from bayesformer.data import toy
+
+__all__ = [
+    "TASKS",
+    "DigitsVit",
+    "Evaluation",
+    "ImdbReviews",
+    "TabularRegression",
+    "Task",
+    "TaskData",
+    "ToySeries",
+    "describe",
+]
+
+TASKS: dict[str, Callable[[], Task]] = {
+    **{f"toy/{name}": partial(ToySeries, name) for name in toy.SERIES},
+    "digits": DigitsVit,
+    "imdb": ImdbReviews,
+    "regression/diabetes": partial(TabularRegression, "diabetes"),
+    **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
+}
+
+
+def describe(name: str) -> str:
+    """One line about a task."""
+    return TASKS[name]().description

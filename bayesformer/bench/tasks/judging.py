@@ -1,0 +1,97 @@
+"""How classifiers and regressors are judged, whatever the task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesformer import evaluate
+from bayesformer.bench.tasks.protocol import Evaluation
+from bayesformer.data.toy import GaussianMixture
+from bayesformer.dataset import Data
+from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, Predictive
+
+
+def classification_evaluation(predictive: Predictive, test: Data, outsiders: Mapping[str, Predictive]) -> Evaluation:
+    """Everything a classifier is judged by, outsiders included."""
+    assert isinstance(predictive, CategoricalPredictive)
+    metrics = evaluate.classification(predictive, test.targets, test.mask)
+    metrics |= _detected(predictive, outsiders, len(predictive.log_probs))
+    figures = {
+        "reliability": evaluate.reliability(predictive, test.targets),
+        "entropy": _entropies({"test": predictive, **outsiders}),
+    }
+    if isinstance(test.inputs, Tensor):  # images, which can be shown
+        figures["examples"] = _examples(predictive, test)
+    return Evaluation(metrics, None, None, figures)
+
+
+def regression_evaluation(
+    predictive: Predictive, test: Data, truth: GaussianMixture | None, outsiders: Mapping[str, Predictive]
+) -> Evaluation:
+    """Everything a regressor is judged by: outsiders, and the gap to the true law of the targets where it is known."""
+    assert isinstance(predictive, GaussianPredictive)
+    metrics = evaluate.regression(predictive, test.targets, test.mask)
+    metrics |= _detected(predictive, outsiders, len(predictive.means))
+    every = torch.ones(predictive.shape, dtype=torch.bool) if test.mask is None else test.mask
+    counted = predictive.select(every)
+    figures = {"coverage": evaluate.coverage_curve(counted, test.targets[every])}
+    if truth is None:
+        return Evaluation(metrics, None, None, figures)
+    law = truth.select(every)
+    metrics["process_mse"] = evaluate.process_mse(counted, law.mean, law.variance)
+    metrics["variance_mse"] = evaluate.variance_mse(counted, law.variance)
+    ours = evaluate.log_likelihood(predictive, test.targets, test.mask)
+    oracle = (truth.log_prob(test.targets) * every).reshape(len(test), -1).sum(-1)
+    gap = evaluate.oracle_gap(ours, oracle)
+    metrics["oracle_gap"] = gap.mean
+    return Evaluation(metrics, gap, oracle.double().mean().item(), figures)
+
+
+def _detected(predictive: Predictive, outsiders: Mapping[str, Predictive], draws: int) -> dict[str, float]:
+    """How well uncertainty tells outsiders from the test inputs: the total, and the epistemic if draws can differ."""
+    metrics: dict[str, float] = {}
+    for name, outsider in outsiders.items():
+        found = evaluate.detection(predictive.total.flatten(), outsider.total.flatten())
+        metrics |= {f"{metric}/{name}": value for metric, value in found.items()}
+        if draws > 1:
+            by_spread = evaluate.auroc(predictive.epistemic.flatten(), outsider.epistemic.flatten())
+            metrics[f"auroc_epistemic/{name}"] = by_spread
+    return metrics
+
+
+def _entropies(sets: Mapping[str, Predictive], bins: int = 30) -> dict[str, Any]:
+    classes = next(iter(sets.values())).probs.shape[-1]  # type: ignore[attr-defined]
+    edges = torch.linspace(0, float(torch.tensor(float(classes)).log()), bins + 1)
+    counts = {
+        name: torch.histogram(p.total.flatten().cpu().float().clamp(0, float(edges[-1])), edges)[0].int().tolist()
+        for name, p in sets.items()
+    }
+    return {"edges": rounded(edges), "sets": counts}
+
+
+def _examples(predictive: CategoricalPredictive, test: Data, count: int = 8) -> dict[str, Any]:
+    images = test.inputs
+    assert isinstance(images, Tensor)
+    order = predictive.total.argsort()
+
+    def show(index: Tensor) -> list[dict[str, Any]]:
+        return [
+            {
+                "image": rounded(images[i, 0]),
+                "label": int(test.targets[i]),
+                "predicted": int(predictive.labels[i]),
+                "entropy": round(float(predictive.total[i]), 4),
+            }
+            for i in index.tolist()
+        ]
+
+    return {"highest": show(order.flip(0)[:count]), "lowest": show(order[:count])}
+
+
+def rounded(values: Tensor) -> Any:
+    """Numbers for a figure: four decimals are more than it shows."""
+    return torch.round(values.detach().double().cpu(), decimals=4).tolist()
