@@ -167,14 +167,13 @@ def test_causality_through_a_model(name):
 class Leaky(Family):
     """Dirichlet attention as the thesis describes it, by torch's Gamma: masked logits, no mask on what is drawn.
 
-    At the sharpness it starts from, 1e-3, almost every Gamma draw underflows. torch then returns the smallest
-    number there is, for hidden keys as for others, and rows of them are uniform over all keys, future included.
+    At the sharpness it starts from, 1e-3, almost every Gamma draw underflows to the smallest number there is, for
+    hidden keys as for others. With whatever keeps 0/0 away, such a row is uniform over all keys, future included.
     """
 
     def draw(self, logits, mask, keys):
-        tiny = torch.finfo(logits.dtype).tiny
-        alpha = (9e-4 * masked_softmax(logits, mask)).clamp_min(tiny)
-        x = Gamma(alpha, 1.0).rsample()
+        alpha = (9e-4 * masked_softmax(logits, mask)).clamp_min(1e-8)
+        x = Gamma(alpha, 1.0).rsample() + 1e-8
         return Draw(x / x.sum(-1, keepdim=True), logits.new_zeros(len(logits)))
 
 

@@ -11,6 +11,7 @@ import bayesformer as bf
 from bayesformer import evaluate
 from bayesformer.attention import FAMILIES, Attention, Softmax, Weibull, build_family, families
 from bayesformer.bench.tasks import TASKS
+from bayesformer.errors import OracleBeatenError
 from bayesformer.functional import THETA
 from bayesformer.methods import METHODS, Problem, build_method, wrap
 from bayesformer.methods.attention import STEPS, Cost
@@ -18,6 +19,7 @@ from bayesformer.models.transformer import Encoder, Regressor
 from bayesformer.network import FlatLogJoint, FlatModel, reinitialise
 from bayesformer.train import Training
 from bayesformer.types import Batch
+from tests.test_attention_contract import Leaky
 
 
 def regressor(**options):
@@ -195,3 +197,17 @@ def test_the_method_is_registered_and_every_family_has_a_builder():
     assert {type(build_family(name)).__name__.lower() for name in FAMILIES} == set(FAMILIES)
     with pytest.raises(ValueError, match="family"):
         build_family("gumbel")
+
+
+def test_the_leak_of_the_thesis_beats_the_oracle():  # so the test above could fail
+    task = replace(TASKS["toy/m1"](), test=400)
+    data = task.load()
+    training = Training(epochs=6, batch_size=50, lr=1e-2, schedule="cosine", warmup=10, patience=0)
+    problem = Problem(leaky_regressor, task.likelihood, data.train, None, training)
+    found = gap(replace(bf.Mle().fit(problem), noisy_draws=8), data, task)
+    with pytest.raises(OracleBeatenError, match="Only a leak can do that"):
+        evaluate.check_not_above(found)
+
+
+def leaky_regressor():
+    return Regressor(Encoder(dim=32, causal=True, family=Leaky))

@@ -54,7 +54,7 @@ class Learned(Spread):
 
     def forward(self, logits: Tensor, mask: Tensor) -> Tensor:  # noqa: ARG002
         """softplus(ρ) at the positions there are."""
-        rho = self.rho
+        rho: Tensor = self.rho
         if self.length is not None:
             _check_length(self.length, *logits.shape[-2:])
             rho = rho[:, : logits.shape[-2], : logits.shape[-1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class Attention:
         build_family(self.family, **self._settings)
 
     @property
-    def _settings(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, Any]:
         names = ("spread", "data_dependent", "length", "prior", "prior_scale", "prior_location", "hidden")
         return {name: getattr(self, name) for name in (*names, "gradient", "divergence")}
 
