@@ -8,12 +8,14 @@ A model, a likelihood and a method give a posterior; a posterior and an input gi
 and a target give a score (`bayesformer.evaluate`).
 """
 
+from bayesformer.attention import attention_kl, convert_attention
 from bayesformer.dataset import Data
 from bayesformer.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.fitting import fit
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesformer.methods import (
+    Attention,
     Baoab,
     ConcreteDropout,
     Ekf,
@@ -41,6 +43,7 @@ from bayesformer.train import Training
 from bayesformer.version import __version__
 
 __all__ = [
+    "Attention",
     "Baoab",
     "Bernoulli",
     "Categorical",
@@ -70,7 +73,9 @@ __all__ = [
     "TrainingDivergedError",
     "Vi",
     "__version__",
+    "attention_kl",
     "convert",
+    "convert_attention",
     "convert_concrete",
     "fit",
     "kl_divergence",

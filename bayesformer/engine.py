@@ -112,7 +112,8 @@ def run_members(
         reason = obstacle(task)
         if reason:
             raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped' or 'processes'.")
-        parts = [task.batched(members[i : i + CHUNK], reporter) for i in range(0, len(members), CHUNK)]
+        size = chunk_of(task)
+        parts = [task.batched(members[i : i + size], reporter) for i in range(0, len(members), size)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     if chosen == "processes":
         found = dict(run_in_processes(task.single, members, workers, reporter))
@@ -120,6 +121,11 @@ def run_members(
     else:
         results = [task.single(member, reporter) for member in members]
     return {name: torch.stack([result[name] for result in results]) for name in results[0]}
+
+
+def chunk_of(task: MemberTask) -> int:
+    """Members per batched pass: the task's own `chunk` if it has one."""
+    return getattr(task, "chunk", None) or CHUNK
 
 
 def obstacle(task: MemberTask) -> str | None:
@@ -141,7 +147,7 @@ def choose(task: MemberTask, members: Sequence[int], workers: int) -> str:
 
 def calibrate(task: MemberTask, members: Sequence[int], workers: int) -> Calibration:
     """Time one unit of work for one member and for a chunk, and extrapolate."""
-    chunk = members[:CHUNK]
+    chunk = members[: chunk_of(task)]
     trials = {"looped": task.trial(members[:1])}
     if obstacle(task) is None:
         trials["batched"] = task.trial(chunk)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import curvature, foundation, linearised, streamlined, weight_space
+from benchmarks import attention, curvature, foundation, linearised, streamlined, weight_space
 from benchmarks.harness import measure, report
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ratios = []
     print(f"{'name':<58}   ratio  [p10, p90]         budget         memory, ours / plain")
-    for module in (foundation, weight_space, curvature, linearised, streamlined):
+    for module in (foundation, weight_space, attention, curvature, linearised, streamlined):
         for comparison in module.comparisons():
             if arguments.words and not any(word in comparison.name for word in arguments.words):
                 continue

@@ -1,5 +1,37 @@
 """Attention and the laws its weights may follow."""
 
+from bayesformer.attention.contextual import Contextual
+from bayesformer.attention.convert import FAMILIES, build_family, convert_attention
 from bayesformer.attention.core import Attention, Linear, Softmax, masked_softmax
+from bayesformer.attention.dirichlet import Dirichlet
+from bayesformer.attention.family import Family, attention_kl, attention_mode, families
+from bayesformer.attention.gaussian import Gaussian
+from bayesformer.attention.lognormal import Lognormal
+from bayesformer.attention.scores import Additive, Gat, ScaledDot
+from bayesformer.attention.spread import DataDependent, Learned, RowNetwork
+from bayesformer.attention.weibull import Weibull
 
-__all__ = ["Attention", "Linear", "Softmax", "masked_softmax"]
+__all__ = [
+    "FAMILIES",
+    "Additive",
+    "Attention",
+    "Contextual",
+    "DataDependent",
+    "Dirichlet",
+    "Family",
+    "Gat",
+    "Gaussian",
+    "Learned",
+    "Linear",
+    "Lognormal",
+    "RowNetwork",
+    "ScaledDot",
+    "Softmax",
+    "Weibull",
+    "attention_kl",
+    "attention_mode",
+    "build_family",
+    "convert_attention",
+    "families",
+    "masked_softmax",
+]

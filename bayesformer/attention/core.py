@@ -1,19 +1,19 @@
 """Multi-head attention that takes its weights from a part: a family of attention laws.
 
 A family answers `family(logits, mask) -> Draw(weights, kl)`. Softmax is the deterministic one; stochastic
-families stand beside it, one file each, and plug into the same `Attention`.
+families stand beside it, one file each, and plug into the same `Attention`. So do score functions, in `scores.py`.
 
 Letters: B batch, H heads, T queries, S keys, d head width, D model width.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bayesformer.attention.checks import check_positive, check_rate
+from bayesformer.attention.scores import ScaledDot
 from bayesformer.types import Draw
 
 
@@ -39,7 +39,7 @@ class Softmax(nn.Module):
 
     def forward(self, logits: Tensor, mask: Tensor) -> Draw:
         """Weights (B, H, T, S) and a KL of 0, (B,)."""
-        return Draw(self.dropout(masked_softmax(logits, mask)), logits.new_zeros(logits.shape[0]))
+        return Draw(self.dropout(masked_softmax(logits, mask)), logits.new_zeros(logits.shape[:-3]))
 
 
 class Linear(nn.Linear):
@@ -57,40 +57,48 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention whose weights are given by `family(logits, mask) -> Draw`.
+    """Multi-head attention whose weights are given by `family(logits, mask) -> Draw`.
 
     The products are written out: the fused attention of torch hides the weights, and has no batching rule,
     forward derivative or second backward.
+
+    Args:
+        dim: width D of what attends, and of the result.
+        heads: H, which divides `dim`.
+        family: the law of the weights. One with `wants_keys` is also given the keys, (B, H, S, d).
+        score: from queries and keys to logits, see `bayesformer.attention.scores`; the scaled dot product by default.
+        context_dim: width of what is attended to, where that is another.
     """
 
-    def __init__(self, dim: int, heads: int, family: nn.Module) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        family: nn.Module,
+        score: nn.Module | None = None,
+        context_dim: int | None = None,
+    ) -> None:
         super().__init__()
         check_positive(dim=dim, heads=heads)
         if dim % heads:
             raise ValueError(f"dim must be a multiple of heads; got dim={dim}, heads={heads}.")
-        self.heads, self.family = heads, family
-        self.query, self.key, self.value = Linear(dim, dim), Linear(dim, dim), Linear(dim, dim)
+        source = dim if context_dim is None else context_dim
+        check_positive(context_dim=source)
+        self.heads, self.family, self.score = heads, family, ScaledDot() if score is None else score
+        self.query, self.key, self.value = Linear(dim, dim), Linear(source, dim), Linear(source, dim)
         self.out = Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """From (B, T, D) to (B, T, D), and the KL of each example, (B,)."""
-        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
-        weights, kl = self.family(q @ k.mT / math.sqrt(q.shape[-1]), mask)  # (B, H, T, S), (B,)
-        return self.out((weights @ v).transpose(1, 2).flatten(-2)), kl
+    def forward(self, x: Tensor, mask: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """From (B, T, D) to (B, T, D), and the KL of each example, (B,).
+
+        Attends to `context` (B, S, ·), or to itself. Where draws are made together, axes stand before B.
+        """
+        source = x if context is None else context
+        q, k, v = self.split(self.query(x)), self.split(self.key(source)), self.split(self.value(source))
+        given = (k,) if getattr(self.family, "wants_keys", False) else ()
+        weights, kl = self.family(self.score(q, k), mask, *given)  # (B, H, T, S), (B,)
+        return self.out((weights @ v).transpose(-3, -2).flatten(-2)), kl
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, D) as heads, (B, H, T, d)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
-def check_positive(**values: int) -> None:
-    """Refuse sizes below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}.")
-
-
-def check_rate(name: str, rate: float) -> None:
-    """Refuse a dropout rate that is no probability, or drops everything."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"{name} must lie in [0, 1); got {rate}.")
+        return x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)

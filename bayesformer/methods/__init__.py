@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from bayesformer.errors import unknown_name
+from bayesformer.methods.attention import Attention
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
 from bayesformer.methods.laplace import Laplace
 from bayesformer.methods.layers import ConcreteDropout, MeanField
@@ -21,6 +22,7 @@ from bayesformer.methods.sampling import Baoab, Psgld, Sghmc, Sgld, Sgnht
 
 __all__ = [
     "METHODS",
+    "Attention",
     "Baoab",
     "ConcreteDropout",
     "Ekf",
@@ -50,6 +52,7 @@ METHODS: dict[str, type[Any]] = {
     "mc_dropout": MCDropout,
     "mean_field": MeanField,
     "concrete_dropout": ConcreteDropout,
+    "attention": Attention,
     "sgld": Sgld,
     "psgld": Psgld,
     "sghmc": Sghmc,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.core import Linear, check_positive
+from bayesformer.attention.checks import check_positive
+from bayesformer.attention.core import Linear
 from bayesformer.models.transformer import Encoder
 
 

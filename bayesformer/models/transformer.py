@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.core import Attention, Linear, Softmax, check_positive, check_rate
+from bayesformer.attention.checks import check_positive, check_rate
+from bayesformer.attention.core import Attention, Linear, Softmax
 from bayesformer.errors import unknown_name
 
 
@@ -172,7 +173,11 @@ class Encoder(nn.Module):
         if length > table.shape[-1]:
             table = visible_keys(length, self.causal).to(table.device)
         table = table[..., :length, :length]  # (1, 1, T or 1, S)
-        return table if valid is None else table & valid.bool()[:, None, None, :]
+        if valid is None:
+            return table
+        kept = valid.bool()[:, None]
+        # Padding attends to nothing either: its weights are no part of the model, and would be part of the KL.
+        return table & kept[:, :, None, :] & kept[..., None]
 
 
 def visible_keys(length: int, causal: bool) -> Tensor:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from bayesformer.attention.core import Linear, Softmax, check_positive
+from bayesformer.attention.checks import check_positive
+from bayesformer.attention.core import Linear, Softmax
 from bayesformer.models.transformer import Encoder
 
 

@@ -1,31 +1,39 @@
-"""Outputs under draws of the weights, one forward pass per draw and batch."""
+"""Outputs under draws of the weights, one forward pass per draw and batch.
+
+Draws of stochastic attention share their weights. Several of them can go through one pass, which does everything
+before the first stochastic layer once; each still has a noise stream of its own, so that they are the draws that
+separate passes would make.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from bayesformer.attention import attention_mode, families
+from bayesformer.attention.noise import streams
 from bayesformer.dataset import first_tensor, map_inputs, tensors_of
 from bayesformer.engine import Strategy, run_members
 from bayesformer.network import FlatModel, apply, batched_outputs, stochastic_mode
-from bayesformer.progress import Reporter
-from bayesformer.seeds import stream
+from bayesformer.progress import Reporter, Silent
+from bayesformer.seeds import fold, stream
 from bayesformer.types import Inputs, Params
 
 VALUES = "values"
+TOGETHER = 4096  # input numbers of all draws in one pass: more leave the cache
 
 
 @dataclass
 class PredictTask:
     """Outputs of every draw on one set of inputs.
 
-    A draw is a row of `theta` with its own `buffers`; with `noisy`, all draws use row 0 and differ by the
-    dropout noise of their own stream.
+    A draw is a row of `theta` with its own `buffers`; with `noisy`, all draws use row 0 and differ by the noise of
+    dropout or attention, from a stream of their own.
     """
 
     model: FlatModel
@@ -45,6 +53,8 @@ class PredictTask:
 
     def batched(self, members: Sequence[int], reporter: Reporter) -> Params:  # noqa: ARG002
         """Outputs of several draws, (L, N, ...)."""
+        if self.noisy:
+            return {VALUES: self._together(members, self.chunks())}
         self.model.module.eval()
         params = self.model.layout.views(self.theta[list(members)])
         params |= {name: value[list(members)] for name, value in self.buffers.items()}
@@ -55,6 +65,8 @@ class PredictTask:
     def trial(self, members: Sequence[int]) -> Callable[[], object]:
         """One batch."""
         chunk = next(self.chunks())
+        if len(members) > 1 and self.noisy:
+            return lambda: self._together(members, [chunk])
         if len(members) > 1:
             params = self.model.layout.views(self.theta[list(members)])
             return lambda: batched_outputs(self.model.module, params, chunk)
@@ -65,6 +77,22 @@ class PredictTask:
                 return apply(self.model.module, chunk)
 
         return one
+
+    @property
+    def chunk(self) -> int | None:
+        """Draws per pass, where they share their weights; None leaves it to the engine."""
+        if not self.noisy or self.device.type != "cpu":
+            return None
+        numbers = first_tensor(next(self.chunks())).numel()
+        return max(2, TOGETHER // max(numbers, 1))
+
+    def _together(self, members: Sequence[int], chunks: Iterable[Inputs]) -> Tensor:
+        """(L, N, ...): draws of attention in one pass per batch."""
+        self._load(0)
+        module, device = self.model.module, self.device
+        own = [torch.Generator(device).manual_seed(fold(self.seed, "draw", member)) for member in members]
+        with torch.inference_mode(), attention_mode(module, "draw", len(members)), streams(own):
+            return torch.cat([apply(module, chunk) for chunk in chunks], 1)
 
     def chunks(self) -> Iterator[Inputs]:
         """The inputs, `batch_size` examples at a time."""
@@ -89,14 +117,28 @@ class PredictTask:
         return "predict " + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def why_not_batched(self) -> str | None:
-        """Dropout noise of separate streams has no batched form, and some models cannot be vmapped."""
+        """Noise of separate streams has a batched form in attention only, and some models cannot be vmapped."""
         if self.noisy:
-            return "every draw has a dropout stream of its own"
+            return self._why_not_together()
         try:
             self.trial([0, 0])()
         except RuntimeError as error:
             return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
         return None
+
+    def _why_not_together(self) -> str | None:
+        """Draws made together must be the draws made alone; whether they are is seen by making two of each."""
+        reason = "every draw has a dropout stream of its own"
+        if not families(self.model.module):
+            return reason
+        few = replace(self, inputs=map_inputs(self.inputs, lambda x: x[:2]))
+        alone = [few.single(member, Silent())[VALUES] for member in (0, 1)]
+        try:
+            together = few.batched((0, 1), Silent())[VALUES]
+        except (RuntimeError, ValueError, IndexError) as error:
+            return f"the model does not take several draws at once ({str(error).splitlines()[0]})"
+        same = together.shape == (2, *alone[0].shape) and torch.allclose(together, torch.stack(alone), 1e-3, 1e-4)
+        return None if same else reason
 
     def _load(self, member: int) -> None:
         row = 0 if self.noisy else member

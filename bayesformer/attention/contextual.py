@@ -1,0 +1,35 @@
+"""A prior that is read off the keys: which of them matter, before any query is seen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bayesformer.attention.checks import check_positive
+from bayesformer.attention.core import Linear
+from bayesformer.attention.fused import masked_log_softmax
+
+
+class Contextual(nn.Module):
+    """log Ψ, Ψ = softmax over keys of F₂(relu(F₁(K))). Fan et al. (2020), section 3.3.
+
+    There one Ψ serves all queries. Here a query's Ψ is normalised over the keys it may see: with a causal mask
+    the paper's would let the future into the prior of the past. Without one the two are the same.
+
+    Args:
+        width: d, of a head's keys.
+        hidden: d_mid, between the two maps, which all heads share.
+    """
+
+    def __init__(self, width: int, hidden: int = 5) -> None:
+        super().__init__()
+        check_positive(width=width, hidden=hidden)
+        self.inner, self.outer = Linear(width, hidden), Linear(hidden, 1)
+
+    def forward(self, keys: Tensor | None, mask: Tensor) -> Tensor:
+        """From keys (B, H, S, d) to log Ψ, (B, H, 1, S), or (B, H, T, S) if queries see different keys."""
+        if keys is None:
+            raise ValueError("keys must be given to a family with a contextual prior; got None.")
+        scores = self.outer(F.relu(self.inner(keys.to(self.inner.weight.dtype)))).mT  # (B, H, 1, S)
+        return masked_log_softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), ~mask)

@@ -1,0 +1,167 @@
+"""One call gives a model stochastic attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from bayesformer.attention.contextual import Contextual
+from bayesformer.attention.core import Attention, Softmax
+from bayesformer.attention.dirichlet import Dirichlet, Divergence, Gradient
+from bayesformer.attention.family import Family, families
+from bayesformer.attention.gaussian import Gaussian
+from bayesformer.attention.lognormal import Lognormal
+from bayesformer.attention.spread import DataDependent, Learned, RowNetwork, Spread
+from bayesformer.attention.weibull import Weibull
+from bayesformer.errors import unknown_name
+
+PriorKind: TypeAlias = Literal["fixed", "symmetric", "contextual"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the words of a setting mean for a family, where they are not given, and which it understands."""
+
+    spread: float
+    prior_scale: float
+    prior_location: float | None
+    priors: tuple[str, ...]
+    learns: bool  # whether its spread can be learned
+
+
+CHOICES: Mapping[str, Choice] = {
+    "gaussian": Choice(0.1, 0.1, None, ("fixed",), True),
+    "dirichlet": Choice(10.0, 10.0, None, ("fixed", "symmetric"), True),
+    "weibull": Choice(10.0, 1e-4, 1e-4, ("fixed", "contextual"), False),
+    "lognormal": Choice(0.1, 1.0, 0.0, ("fixed", "contextual"), False),
+}
+FAMILIES = tuple(CHOICES)
+
+
+def build_family(
+    name: str,
+    heads: int = 1,
+    width: int = 1,
+    *,
+    spread: float | None = None,
+    data_dependent: bool = False,
+    length: int | None = None,
+    prior: PriorKind = "fixed",
+    prior_scale: float | None = None,
+    prior_location: float | None = None,
+    hidden: int = 5,
+    gradient: Gradient = "implicit",
+    divergence: Divergence = "dirichlet",
+    dropout: float = 0.0,
+) -> Family:
+    """A family by name, for attention with `heads` heads of `width`.
+
+    Args:
+        name: "gaussian", "dirichlet", "weibull" or "lognormal".
+        heads: H.
+        width: d, of a key.
+        spread: σ of gaussian and lognormal, sharpness of dirichlet, k of weibull; learned from there on by the
+            first two, fixed for the others.
+        data_dependent: whether a network gives the spread (gaussian, dirichlet).
+        length: longest sequence, for a spread per position, or a network fed whole rows; None for any length.
+        prior: "fixed": centred on the logits for gaussian and dirichlet, constant for the others; "symmetric"
+            (dirichlet); or "contextual" (weibull, lognormal).
+        prior_scale: σ₀ of gaussian and lognormal, sharpness of dirichlet, β of weibull.
+        prior_location: α of weibull, μ of lognormal.
+        hidden: width inside the networks of a spread or a contextual prior.
+        gradient: of dirichlet draws.
+        divergence: of dirichlet, from its prior.
+        dropout: of weights, after they are drawn.
+    """
+    if name not in CHOICES:
+        raise unknown_name("family", name, CHOICES)
+    choice = CHOICES[name]
+    _check_fits(name, choice, prior, data_dependent, length, prior_location)
+    start = choice.spread if spread is None else spread
+    scale = choice.prior_scale if prior_scale is None else prior_scale
+    location = choice.prior_location if prior_location is None else prior_location
+    if name == "gaussian":
+        return Gaussian(_spread(start, heads, data_dependent, length, hidden, False), scale, dropout)
+    if name == "dirichlet":
+        sharpness = _spread(start, heads, data_dependent, length, hidden, True)
+        return Dirichlet(sharpness, scale, prior == "symmetric", gradient, divergence, dropout)
+    context = Contextual(width, hidden) if prior == "contextual" else None
+    assert location is not None
+    if name == "weibull":
+        return Weibull(start, location, scale, context, dropout)
+    return Lognormal(start, location, scale, context, dropout)
+
+
+def _spread(start: float, heads: int, data_dependent: bool, length: int | None, hidden: int, per_row: bool) -> Spread:
+    if not data_dependent:
+        return Learned(start, heads, length, per_row)
+    if length is None:
+        return DataDependent(start, hidden, per_row)
+    return RowNetwork(start, length, hidden, per_row)
+
+
+def _check_fits(
+    name: str, choice: Choice, prior: str, data_dependent: bool, length: int | None, location: float | None
+) -> None:
+    if prior not in choice.priors:
+        raise unknown_name(f"prior of {name} attention", prior, choice.priors)
+    if (data_dependent or length is not None) and not choice.learns:
+        given = "data_dependent" if data_dependent else "length"
+        raise ValueError(f"{given} must be left out for {name} attention, whose spread is fixed; got it.")
+    if location is not None and choice.prior_location is None:
+        raise ValueError(f"prior_location must be left out for {name} attention; got {location}.")
+    if location is not None and prior == "contextual":
+        raise ValueError(f"prior_location must be left out with a contextual prior; got {location}.")
+
+
+def convert_attention(
+    model: nn.Module, family: str | Callable[[int, int], Family] = "weibull", names: str = "*", **settings: Any
+) -> nn.Module:
+    """A copy of a model whose softmax attention is stochastic; its other weights stay as they are.
+
+    Args:
+        model: has `Attention` of this library in it.
+        family: a name, with `settings` as for `build_family`, or a function of (heads, head width).
+        names: pattern of the names of the attention modules.
+        settings: of the family.
+    """
+    build = family if callable(family) else _Named(family, settings)
+    model = copy.deepcopy(model)
+    sites = {n: m for n, m in model.named_modules() if isinstance(m, Attention) and isinstance(m.family, Softmax)}
+    chosen = [module for name, module in sites.items() if fnmatchcase(name, names)]
+    if not chosen:
+        if not sites:
+            raise ValueError(f"model must have softmax Attention of bayesformer; {type(model).__name__} has none.")
+        raise unknown_name("attention module in names:", names, sites)
+    for site in chosen:
+        made = build(site.heads, site.query.out_features // site.heads)
+        made.dropout = site.family.dropout  # type: ignore[assignment]
+        site.family = made.to(site.query.weight).train(site.training)
+    # A module that is called several times per pass (shared layers) owes for every call.
+    model.register_forward_pre_hook(_pass_begins)
+    model.register_forward_hook(_pass_ends, always_call=True)
+    return model
+
+
+@dataclass(frozen=True)
+class _Named:
+    name: str
+    settings: Mapping[str, Any]
+
+    def __call__(self, heads: int, width: int) -> Family:
+        return build_family(self.name, heads, width, **self.settings)
+
+
+def _pass_begins(model: nn.Module, inputs: Any) -> None:  # noqa: ARG001
+    for family in families(model):
+        family.owed, family.accumulates = [], True
+
+
+def _pass_ends(model: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ARG001
+    for family in families(model):
+        family.accumulates = False

@@ -1,0 +1,102 @@
+"""What every stochastic family of attention shares: its modes, its KL on record, its numbers in full precision.
+
+A family is a law of attention weights given logits, `family(logits, mask) -> Draw(weights, kl)`; one whose prior
+is read off the keys, `wants_keys`, is called as `family(logits, mask, keys)` with keys (B, H, S, d). It knows no
+model. Axes may stand before B, as that of several draws made together, (L, B, H, T, S).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from bayesformer.attention.checks import check_rate
+from bayesformer.attention.core import masked_softmax
+from bayesformer.types import Draw
+
+Mode: TypeAlias = Literal["draw", "mean"]
+
+
+class Family(nn.Module):
+    """A law of attention weights. Subclasses say how to `draw`; weights are drawn in training mode.
+
+    In evaluation mode it is softmax attention, the law without its noise ("mean mode"). `mode` overrides that
+    either way. `draws` asks for several draws at once: the first family of a model to be asked spreads its logits
+    (B, H, T, S) over a new leading axis, and everything before it was computed once.
+    """
+
+    wants_keys: bool = False
+    mode: Mode | None = None
+    draws: int | None = None
+    accumulates: bool = False
+    """whether the KL of this call is added to the record instead of replacing it: within a pass of the whole model"""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_rate("dropout", dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.owed: list[Tensor] = []  # the KLs of the latest pass, each (B,)
+
+    def forward(self, logits: Tensor, mask: Tensor, keys: Tensor | None = None) -> Draw:
+        """Weights (B, H, T, S) in the dtype of the logits and the KL of each example, (B,)."""
+        # bfloat16 has 8 bits, too few for the sum of a row.
+        full = torch.promote_types(logits.dtype, torch.float32)
+        if self.training if self.mode is None else self.mode == "draw":
+            spread = logits.to(full)
+            if self.draws is not None and logits.dim() == 4:
+                spread = spread.expand(self.draws, *logits.shape)  # (L, B, H, T, S)
+            weights, kl = self.draw(spread, mask, keys)
+        else:
+            weights, kl = masked_softmax(logits, mask), logits.new_zeros(logits.shape[:-3], dtype=full)
+        if torch.is_grad_enabled():
+            self.owed = [*self.owed, kl] if self.accumulates else [kl]
+        return Draw(self.dropout(weights).to(logits.dtype), kl)
+
+    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:
+        """Weights and KL for logits in single precision or better."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A tensor with a graph cannot be copied, and a copy owes nothing.
+        return {**self.__dict__, "owed": []}
+
+
+def families(model: nn.Module) -> list[Family]:
+    """The stochastic families of a model."""
+    return [module for module in model.modules() if isinstance(module, Family)]
+
+
+def attention_kl(model: nn.Module) -> Tensor:
+    """(B,): what each example's attention cost in the latest pass with gradients, in nats, over all families.
+
+    An example's attention weights are latent variables of its own, so the evidence lower bound is
+    Σ_n E log p(y_n | x_n, S_n) - KL_n: subtract the mean of this from the mean log-likelihood, without 1/N.
+    """
+    found = families(model)
+    if not found:
+        raise ValueError(
+            f"model must have stochastic attention; {type(model).__name__} has none. "
+            "Build it with a family of bayesformer.attention, or make it so with convert_attention."
+        )
+    owed = [kl for family in found for kl in family.owed]
+    if not owed:
+        raise ValueError(f"model must be called with gradients before its KL is read; {type(model).__name__} was not.")
+    return torch.stack(owed).sum(0)
+
+
+@contextmanager
+def attention_mode(model: nn.Module, mode: Mode, draws: int | None = None) -> Iterator[None]:
+    """Within it all families draw, `draws` at once if given, or all are in mean mode, whatever the model's mode."""
+    found = families(model)
+    before = [(family.mode, family.draws) for family in found]
+    for family in found:
+        family.mode, family.draws = mode, draws
+    try:
+        yield
+    finally:
+        for family, (old_mode, old_draws) in zip(found, before, strict=True):
+            family.mode, family.draws = old_mode, old_draws

@@ -1,0 +1,138 @@
+"""Steps that families share, with hand-written derivatives: fewer passes over (B, H, T, S) than autograd takes.
+
+Each has a slow twin in the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+LIMIT = 20.0  # e^20 nats per entry is lost anyway; beyond, the exponential goes on as its tangent and stays finite
+
+
+def hidden_keys(mask: Tensor) -> Tensor | None:
+    """Where a mask hides, or None where it hides nothing, which saves the passes that fill.
+
+    Asked on a CPU only: elsewhere the answer would have to be waited for.
+    """
+    return None if mask.device.type == "cpu" and bool(mask.all()) else ~mask
+
+
+def hide(x: Tensor, hidden: Tensor | None, value: float = 0.0) -> Tensor:
+    """x with hidden entries set to a value."""
+    return x if hidden is None else x.masked_fill(hidden, value)
+
+
+def hide_(x: Tensor, hidden: Tensor | None, value: float = 0.0) -> Tensor:
+    """The same in place."""
+    return x if hidden is None else x.masked_fill_(hidden, value)
+
+
+def noisy_softmax(logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: Tensor | None) -> Tensor:
+    """softmax(logits + scale · noise) over the keys that are not hidden, whose weights are exactly 0.
+
+    `noise` is used up. A row without keys is zeros.
+    """
+    result: Tensor = _NoisySoftmax.apply(logits, scale, noise, hidden)
+    return result
+
+
+class _NoisySoftmax(Function):
+    """∂/∂logits = w (g - Σ w g),  ∂/∂scale = that times the noise."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: Tensor | None) -> Tensor:
+        learned = isinstance(scale, Tensor) and ctx.needs_input_grad[1]
+        noisy = (noise * scale if learned else noise.mul_(scale)).add_(logits)
+        # A finite fill: with minus infinity a row without keys would be 0/0.
+        weights = hide_(torch.softmax(hide_(noisy, hidden, torch.finfo(noisy.dtype).min), -1), hidden)
+        ctx.shapes = logits.shape, scale.shape if isinstance(scale, Tensor) else None
+        ctx.save_for_backward(weights, noise if learned else None)
+        return weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, noise = ctx.saved_tensors
+        slope = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+        of_scale = None if noise is None else (slope * noise).sum_to_size(ctx.shapes[1])
+        return slope.sum_to_size(ctx.shapes[0]), of_scale, None, None
+
+
+def known(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+    """A function whose derivatives are computed with its value: `compute(*inputs) -> (value, slope, ...)`.
+
+    One slope per input, of a shape that broadcasts to it. A value either has the shape of its slopes, elementwise,
+    or the leading axes of that shape: then it is a sum over the others.
+    """
+    result: Tensor = _Known.apply(compute, *inputs)
+    return result
+
+
+class _Known(Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+        value, *slopes = compute(*inputs)
+        ctx.shapes = [x.shape for x in inputs]
+        ctx.save_for_backward(*slopes)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None]
+        for slope, shape in zip(ctx.saved_tensors, ctx.shapes, strict=True):
+            spread = grad.reshape(grad.shape + (1,) * (slope.dim() - grad.dim()))
+            found.append((spread * slope).sum_to_size(shape))
+        return tuple(found)
+
+
+PIECE = 1 << 16  # numbers per piece: small enough for the cache, large enough to hide the calls
+
+
+def in_pieces(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """`compute(*inputs)`, which maps rows (R, ·) to rows, on some rows at a time; all axes but the last broadcast.
+
+    A long computation on a CPU costs less when its temporaries stay in the cache.
+    """
+    lead = torch.broadcast_shapes(*(x.shape[:-1] for x in inputs))
+    rows = [x.expand(*lead, x.shape[-1]).reshape(-1, x.shape[-1]) for x in inputs]
+    size = max(1, PIECE // rows[0].shape[-1]) if rows[0].device.type == "cpu" else max(1, len(rows[0]))
+    found = [compute(*piece) for piece in zip(*(x.split(size) for x in rows), strict=True)]
+    return tuple(torch.cat(parts).view(*lead, -1) for parts in zip(*found, strict=True))
+
+
+def exponential_(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e^x and its derivative, both finite: beyond `LIMIT` the tangent there. Overwrites `x`."""
+    capped = x.clamp_max(LIMIT)
+    beyond = x.sub_(capped)
+    slope = capped.exp_()
+    return torch.addcmul(slope, slope, beyond), slope
+
+
+def visible_sum(values: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:
+    """(B,): the sum of values at visible entries, where values, of at least three axes, and mask broadcast
+    to `shape`, (B, H, T, S).
+
+    An axis that neither writes out is multiplied, not expanded.
+    """
+    product = values.masked_fill(~mask, 0.0)
+    repeats = math.prod(full // own for full, own in zip(shape[-3:], product.shape[-3:], strict=True))
+    return (product.sum((-3, -2, -1)) * repeats).expand(shape[:-3])
+
+
+def visible_count(mask: Tensor, like: Tensor) -> Tensor:
+    """(B,): visible entries of each example."""
+    return visible_sum(like.new_ones(1, 1, 1), mask, like.shape)
+
+
+def masked_log_softmax(logits: Tensor, hidden: Tensor | None) -> Tensor:
+    """log softmax over the keys that are not hidden; hugely negative, but finite, at those that are."""
+    return torch.log_softmax(hide(logits, hidden, torch.finfo(logits.dtype).min), -1)

@@ -1,0 +1,42 @@
+"""Gaussian logits: A_ij ~ N(logits_ij, σ_ij²), weights = softmax(A_i)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bayesformer.attention.checks import check_above_zero
+from bayesformer.attention.family import Family
+from bayesformer.attention.fused import hidden_keys, noisy_softmax, visible_sum
+from bayesformer.attention.noise import normal
+from bayesformer.attention.spread import Learned, Spread
+from bayesformer.types import Draw
+
+
+class Gaussian(Family):
+    """Gaussian logits against N(logits_ij, σ₀²), a prior centred on the logits themselves.
+
+        KL_ij = ½ (σ_ij²/σ₀² - 1) - log(σ_ij/σ₀)
+
+    σ → 0 is softmax attention.
+
+    Args:
+        spread: gives σ; one learned number per head by default, see `bayesformer.attention.spread`.
+        prior_sigma: σ₀.
+        dropout: of weights, after they are drawn.
+    """
+
+    def __init__(self, spread: Spread | None = None, prior_sigma: float = 0.1, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        check_above_zero(prior_sigma=prior_sigma)
+        self.spread, self.prior_sigma = spread or Learned(start=prior_sigma), prior_sigma
+
+    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:  # noqa: ARG002
+        """One softmax with noise added to the logits."""
+        sigma = self.spread(logits, mask)  # broadcasts to (B, H, T, S)
+        weights = noisy_softmax(logits, sigma, normal(logits), hidden_keys(mask))
+        ratio = sigma / self.prior_sigma
+        return Draw(weights, visible_sum(0.5 * (ratio.square() - 1) - ratio.log(), mask, logits.shape))
+
+    def extra_repr(self) -> str:
+        """The prior."""
+        return f"prior_sigma={self.prior_sigma:g}"

@@ -1,0 +1,77 @@
+"""Lognormal attention with a Lognormal prior. Fan, Zhang, Chen & Zhou (2020), Bayesian Attention Modules.
+
+    S_ij = exp(Φ_ij + σ ε_ij - σ²/2),   ε_ij ~ N(0, 1),   weights = S_i / Σ_j S_ij
+
+S has the mean exp(Φ). The σ²/2 cancels in a row, so a draw is softmax(Φ + σ ε); σ → 0 is softmax attention.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from bayesformer.attention.checks import check_above_zero
+from bayesformer.attention.contextual import Contextual
+from bayesformer.attention.family import Family
+from bayesformer.attention.fused import hidden_keys, hide_, known, noisy_softmax, visible_count
+from bayesformer.attention.noise import normal
+from bayesformer.types import Draw
+
+
+class Lognormal(Family):
+    """Lognormal scores against Lognormal(μ, σ₀²). Section 3.2 and eq. 2 of the paper.
+
+        KL_ij = log(σ₀/σ) + [σ² + (Φ_ij - σ²/2 - μ)²] / 2σ₀² - ½
+
+    Args:
+        sigma: standard deviation of log S.
+        mu: mean of the logarithm under the prior; ignored with `contextual`.
+        prior_sigma: its standard deviation.
+        contextual: reads μ_ij off the keys (section 3.3).
+        dropout: of weights, after they are drawn.
+    """
+
+    def __init__(
+        self,
+        sigma: float = 0.1,
+        mu: float = 0.0,
+        prior_sigma: float = 1.0,
+        contextual: Contextual | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(dropout)
+        check_above_zero(sigma=sigma, prior_sigma=prior_sigma)
+        if not math.isfinite(mu):
+            raise ValueError(f"mu must be finite; got {mu}.")
+        self.sigma, self.mu, self.prior_sigma, self.contextual = sigma, mu, prior_sigma, contextual
+        self.wants_keys = contextual is not None
+
+    def log_s(self, logits: Tensor) -> Tensor:
+        """A draw of log S, before a row is normalised; E[S] = exp(logits)."""
+        return logits + self.sigma * normal(logits) - self.sigma**2 / 2
+
+    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:
+        """One softmax with noise added to the logits."""
+        hidden = hidden_keys(mask)
+        weights = noisy_softmax(logits, self.sigma, normal(logits), hidden)
+        if self.contextual is None:
+            away = logits - (self.mu + self.sigma**2 / 2)
+        else:
+            away = logits - self.contextual(keys, mask).exp() - self.sigma**2 / 2
+        return Draw(weights, self._kl(away, mask, hidden))
+
+    def _kl(self, away: Tensor, mask: Tensor, hidden: Tensor | None) -> Tensor:
+        """From the distance of the two locations, (B, H, T, S)."""
+        # Ratios are squared, not squares divided: σ₀ may be 1e15 and σ 1e-15.
+        each = math.log(self.prior_sigma) - math.log(self.sigma) + 0.5 * (self.sigma / self.prior_sigma) ** 2 - 0.5
+
+        def squares(away: Tensor) -> tuple[Tensor, Tensor]:
+            z = hide_(away / self.prior_sigma, hidden)
+            return 0.5 * z.square().sum((-3, -2, -1)), z.div_(self.prior_sigma)
+
+        return known(squares, away) + each * visible_count(mask, away)
+
+    def extra_repr(self) -> str:
+        """The law and its prior."""
+        return f"sigma={self.sigma:g}, mu={self.mu:g}, prior_sigma={self.prior_sigma:g}"

@@ -1,0 +1,49 @@
+"""Where families get their randomness: the global stream, or one stream per draw.
+
+Draws made together must be the draws made one by one. So while `streams` is in force, the noise of draw l, row l
+of a tensor (L, ...), comes from a generator of its own, in the order in which draw l alone would ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_streams: Sequence[torch.Generator] = ()  # one per draw while several are made together
+
+
+@contextmanager
+def streams(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Let row l of all noise come from generator l."""
+    global _streams  # noqa: PLW0603 (like torch's own global stream, which it stands in for)
+    before, _streams = _streams, generators
+    try:
+        yield
+    finally:
+        _streams = before
+
+
+def normal(like: Tensor) -> Tensor:
+    """Standard normal noise in the shape of `like`, in memory of its own."""
+    return _filled(like, Tensor.normal_)
+
+
+def log_uniform(like: Tensor) -> Tensor:
+    """log U of a uniform on the open interval (0, 1), never 0 and never infinite.
+
+    torch.rand gives an exact 0 once in 2²⁴ numbers: in attention that is an infinite logit every few hundred passes.
+    """
+    half = torch.finfo(like.dtype).eps / 4  # below 1 floats are eps / 2 apart; 1 - half would be 1
+    return _filled(like, lambda x, generator=None: x.uniform_(half, 1 - 2 * half, generator=generator)).log_()
+
+
+def _filled(like: Tensor, fill: Callable[..., Tensor]) -> Tensor:
+    noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    if not _streams:
+        return fill(noise)
+    for row, generator in zip(noise, _streams, strict=True):
+        fill(row, generator=generator)
+    return noise

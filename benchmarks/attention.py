@@ -1,0 +1,118 @@
+"""The attention operation under each family, in units of explicit softmax attention: B 64, H 1, T 49, d 32.
+
+From queries, keys and values to outputs and back, the KL included. Softmax is this library's, which masks; the one
+without a mask is there for comparison. Peers are the same laws by torch.distributions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch import distributions as laws
+
+from bayesformer.attention import (
+    Contextual,
+    DataDependent,
+    Dirichlet,
+    Gaussian,
+    Lognormal,
+    Softmax,
+    Weibull,
+    convert_attention,
+)
+from bayesformer.bench.tasks import TASKS
+from bayesformer.likelihoods import Likelihood
+from bayesformer.network import FlatModel
+from bayesformer.posterior import Posterior
+from bayesformer.types import Draw, Inputs
+from bayesformer.weights import Samples
+from benchmarks.harness import Comparison
+
+B, H, T, D = 64, 1, 49, 32
+MASK = torch.ones(1, 1, 1, T, dtype=torch.bool)
+PASSES = 8
+
+
+def comparisons() -> Iterator[Comparison]:
+    """All comparisons of this file."""
+    softmax = passes(Softmax())
+    ours: dict[str, tuple[Callable[..., Draw], float]] = {
+        "gaussian": (Gaussian(), 2.2),
+        "gaussian, data dependent": (Gaussian(DataDependent(0.1, 5)), 8.0),
+        "lognormal": (Lognormal(), 2.2),
+        "lognormal, contextual": (Lognormal(contextual=Contextual(D)), 2.4),
+        "weibull": (Weibull(), 2.3),
+        "weibull, contextual": (Weibull(contextual=Contextual(D)), 2.5),
+        "dirichlet": (Dirichlet(), 5.0),
+        "dirichlet, surrogate": (Dirichlet(gradient="surrogate"), 4.0),
+    }
+    for name, (family, budget) in ours.items():
+        yield Comparison(f"attention, {name}", passes(family), softmax, budget, rounds=25)
+    peers = {"softmax without a mask": plain, "torch Weibull": torch_weibull, "torch Dirichlet": torch_dirichlet}
+    for name, peer in peers.items():
+        yield Comparison(f"attention, {name}", passes(peer), softmax, None, rounds=9)
+    for batch in (1, 64):
+        yield thirty_draws(batch)
+
+
+def passes(family: Callable[..., Draw]) -> Callable[[], None]:
+    """Forward and backward through queries, keys, values."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, H, T, D, requires_grad=True) for _ in range(3))
+    upstream = torch.randn(B, H, T, D)
+    wants = getattr(family, "wants_keys", False)
+
+    def run() -> None:
+        for _ in range(PASSES):
+            logits = q @ k.mT / math.sqrt(D)
+            weights, kl = family(logits, MASK, k) if wants else family(logits, MASK)
+            loss = (weights @ v * upstream).sum() + kl.mean()
+            torch.autograd.grad(loss, [q, k, v])
+
+    return run
+
+
+def plain(logits: Tensor, mask: Tensor) -> Draw:  # noqa: ARG001
+    """What is written down first."""
+    return Draw(logits.softmax(-1), logits.new_zeros(B))
+
+
+def torch_weibull(logits: Tensor, mask: Tensor) -> Draw:  # noqa: ARG001
+    """Without a KL: torch has none of a Weibull to a Gamma."""
+    s = laws.Weibull(logits.exp() / math.gamma(1.1), 10.0, validate_args=False).rsample()
+    return Draw(s / s.sum(-1, keepdim=True), logits.new_zeros(B))
+
+
+def torch_dirichlet(logits: Tensor, mask: Tensor) -> Draw:  # noqa: ARG001
+    """With the KL to a centred prior."""
+    m = logits.softmax(-1)
+    q, p = laws.Dirichlet(10 * m, validate_args=False), laws.Dirichlet(5 * m, validate_args=False)
+    return Draw(q.rsample(), laws.kl_divergence(q, p).sum((1, 2)))
+
+
+def thirty_draws(batch: int) -> Comparison:
+    """A predictive of 30 draws, as the engine chooses to make it, in units of one forward pass."""
+    task = TASKS["toy/m1"]()
+    model = convert_attention(task.model()).eval()
+    inputs = task.load().train.subset(slice(0, batch)).inputs
+    made = _posterior(model, task.likelihood)
+    return Comparison(
+        f"30 draws of attention, toy, batch {batch}",
+        partial(made.outputs, inputs, workers=1),
+        partial(_forward, model, inputs),
+        5.5 if batch == 1 else 36.0,
+        rounds=25,
+    )
+
+
+def _posterior(model: torch.nn.Module, likelihood: Likelihood) -> Posterior:
+    return Posterior(model, likelihood, Samples(FlatModel(model).theta[None]), noisy_draws=30)
+
+
+def _forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
+    with torch.inference_mode():
+        return model(inputs)
