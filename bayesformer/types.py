@@ -100,7 +100,8 @@ class GaussianOutputs(NamedTuple):
         values = self.mean + self.diagonal.sqrt() * noise(self.mean.shape)
         if self.factor is not None:
             rank = torch.Size([*self.mean.shape[:-1], self.factor.shape[-1]])
-            values = values + (self.factor @ noise(rank).unsqueeze(-1)).squeeze(-1)
+            # All draws in one product per input: otherwise the factor would be copied for every draw.
+            values = values + (self.factor @ noise(rank).movedim(0, -1)).movedim(-1, 0)
         return values
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, curvature, foundation, linearised, streamlined, weight_space
-from benchmarks.harness import measure, report
+from benchmarks import attention, curvature, foundation, linearised, streamlined, vocabulary, weight_space
+from benchmarks.harness import WIDTH, Failure, Row, measure, report
 
 
 def main() -> None:
@@ -18,17 +18,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("bench.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    ratios = []
-    print(f"{'name':<58}   ratio  [p10, p90]         budget         memory, ours / plain")
-    for module in (foundation, weight_space, attention, curvature, linearised, streamlined):
+    ratios: list[Row] = []
+    print(f"{'name':<{WIDTH}}   ratio  [p10, p90]         budget         memory, ours / plain")
+    for module in (foundation, weight_space, attention, curvature, linearised, streamlined, vocabulary):
         for comparison in module.comparisons():
             if arguments.words and not any(word in comparison.name for word in arguments.words):
                 continue
             ratios.append(measure(comparison))
             print(ratios[-1], flush=True)
     report(ratios, arguments.output)
-    ours = [ratio for ratio in ratios if ratio.budget is not None]
-    print(f"{sum(ratio.ok for ratio in ours)} of {len(ours)} within budget; wrote {arguments.output}")
+    ours = [row for row in ratios if not isinstance(row, Failure) and row.budget is not None]
+    print(f"{sum(row.ok for row in ours)} of {len(ours)} within budget; wrote {arguments.output}")
 
 
 if __name__ == "__main__":

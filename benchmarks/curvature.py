@@ -19,6 +19,7 @@ from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.models.transformer import Regressor
 from bayesformer.types import Batch
 from benchmarks.harness import Comparison
+from benchmarks.laplace_peers import Problem, fits
 
 EXAMPLES, FEW = {"vit": 1000}, 100  # 800 otherwise; few where exact takes 48 passes, and 3 rounds of that
 BUDGETS = {
@@ -31,6 +32,24 @@ BUDGETS = {
         ("diag", "mc"): 1.3,
         ("kron", "ggn"): 7.0,
         ("kron", "mc"): 1.6,
+    },
+}
+
+
+# Examples for peers that take long; all of them otherwise. Their rows stand below ours of the same name.
+SHARES = {
+    "toy": {
+        ("diag", "ggn"): {"laplace-torch CurvlinopsGGN": 50, "posteriors": 50},
+        ("diag", "fisher"): {"posteriors": 50},
+        ("diag", "mc"): {"laplace-torch CurvlinopsGGN": 50},
+        ("kron", "ggn"): {},
+    },
+    "vit": {
+        ("diag", "ggn"): {"laplace-torch CurvlinopsGGN": 16, "posteriors": 16},
+        ("diag", "fisher"): {"posteriors": 64},
+        ("diag", "mc"): {"laplace-torch CurvlinopsGGN": 16},
+        ("kron", "ggn"): {"laplace-torch CurvlinopsGGN": 128, "laplace-torch AsdlGGN": 128},
+        ("kron", "mc"): {},
     },
 }
 
@@ -58,6 +77,9 @@ def comparisons() -> Iterator[Comparison]:
             work = _curvature(build(), likelihood, some, batch_size, structure, kind)
             plain, name = epoch(build(), likelihood, some, batch_size), f"curvature {structure} {kind}, {label}, epochs"
             yield Comparison(name, work, plain, budget, rounds=3 if long else 11)
+            if (structure, kind) in SHARES.get(label, {}):
+                peers = Problem(label, build, likelihood, data, batch_size, plain)
+                yield from fits(peers, structure, kind, SHARES[label][structure, kind])
 
 
 def epoch(model: nn.Module, likelihood: Likelihood, data: Data, batch_size: int) -> Callable[[], None]:

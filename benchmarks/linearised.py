@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.bench.tasks import TASKS, Task
-from bayesformer.network import Layout
+from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
+from bayesformer.types import Inputs
 from bayesformer.weights import BlockGaussian, GaussianWeights
 from benchmarks.harness import Comparison
+from benchmarks.laplace_peers import Problem, predictions
 
 
 def comparisons() -> Iterator[Comparison]:
@@ -23,6 +25,26 @@ def comparisons() -> Iterator[Comparison]:
     yield compare("linearised, last layer, kron, vit", digits, 64, "last_layer", 1.4)
     yield compare("linearised, 24 steps of 2 outputs, toy", toy, 50, "*", 160.0)
     yield compare("linearised, last layer, toy", toy, 50, "projection.*", 1.4)
+    yield from by_peers("vit", digits, 64, 8)
+
+
+def by_peers(label: str, task: Task, batch: int, share: int) -> Iterator[Comparison]:
+    """The same by other libraries; all weights on a share of the inputs."""
+    torch.manual_seed(0)
+    model = task.model().eval()
+    data = task.load().train.subset(slice(0, batch))
+    problem = Problem(label, task.model, task.likelihood, data, batch, forward(model, data.inputs))
+    yield from predictions(problem, share)
+
+
+def forward(model: nn.Module, inputs: Inputs) -> Callable[[], None]:
+    """Plain PyTorch: the unit."""
+
+    def run() -> None:
+        with torch.inference_mode():
+            apply(model, inputs)
+
+    return run
 
 
 def compare(name: str, task: Task, batch: int, law: str, budget: float) -> Comparison:
@@ -32,12 +54,7 @@ def compare(name: str, task: Task, batch: int, law: str, budget: float) -> Compa
     inputs = task.load().train.take(slice(0, batch)).inputs
     assert isinstance(inputs, Tensor)
     posterior = Posterior(model, task.likelihood, law_of(model, task, law), predictive="linearised")
-
-    def plain() -> None:
-        with torch.inference_mode():
-            model(inputs)
-
-    repeat = 8 if budget < 2 else 1
+    plain, repeat = forward(model, inputs), 8 if budget < 2 else 1
     return Comparison(name, _times(lambda: posterior.outputs(inputs), repeat), _times(plain, repeat), budget, rounds=25)
 
 

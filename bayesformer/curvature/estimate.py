@@ -27,6 +27,7 @@ from bayesformer.progress import Reporter, Silent
 
 Form = Literal["diag", "kron", "full", "block", "low_rank", "subnetwork"]
 Kind = Literal["ggn", "mc", "fisher"]
+OUTPUTS = 2**24  # numbers a minibatch puts out by default, 64 MiB in float32: a few copies are made of them
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def estimate(
             "fisher", the empirical Fisher matrix of the true targets, at one. By default "ggn" for (B, K)
             and "mc" for (B, T, K), where the exact one takes T times as many passes.
         names: parameters to follow: names or patterns ("*attention*"), or "last_layer"; by default all trainable.
-        batch_size: examples at a time.
+        batch_size: examples at a time; by default 64 (256 on a GPU), or fewer if their outputs are a vocabulary each.
         samples: draws per example of kind="mc".
         seed: of those draws.
         approximation: how Kronecker factors treat weights shared by positions: "expand" or "reduce"; by default
@@ -104,7 +105,9 @@ def estimate(
     _check_targets(likelihood, outputs, data)
     if kind is None:
         kind = "mc" if per_token(likelihood, outputs) else "ggn"
-    batch_size = batch_size or (64 if device_of(model).type == "cpu" else 256)
+    if batch_size is None:
+        most = 64 if device_of(model).type == "cpu" else 256
+        batch_size = max(1, min(most, OUTPUTS // outputs[0].numel()))
     sweep = Sweep(capture, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
     if kind == "ggn" and last_layer.applies(sites, outputs, structure):
         pieces = last_layer.fit(sweep, structure)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bayesformer import curvature as curvatures
 from bayesformer import links
 from bayesformer.curvature import Curvature, last_layer
+from bayesformer.curvature.estimate import OUTPUTS
 from bayesformer.dataset import Data, DataLike, as_data, map_inputs
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.links import Link
@@ -258,9 +259,10 @@ def laplace(
 
 def _check_outputs(model: nn.Module, data: Data) -> None:
     """One forward pass over the data: a NaN would only show as a matrix without eigenvalues, much later."""
-    bad = 0
+    bad, data = 0, data.to(device_of(model))
     with torch.inference_mode():
-        for batch in data.to(device_of(model)).chunks(256):
+        size = apply(model, data.take(slice(0, 1)).inputs).numel()
+        for batch in data.chunks(max(1, min(256, OUTPUTS // size))):
             bad += int((~torch.isfinite(apply(model, batch.inputs))).flatten(1).any(1).sum())
     if bad:
         raise ValueError(f"model's outputs must be finite on the data; {bad} of {len(data)} examples have NaN or inf.")

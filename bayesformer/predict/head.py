@@ -7,7 +7,9 @@ For a Gaussian over W (K, D) and features φ (..., D), the covariance of the K o
     dense        φᵀ Σ_kl φ
     low rank     the prior's diagonal less what k columns take away
 
-A bias is a weight whose one feature is 1. Nothing is K by K unless Q_B or the dense block already is.
+A bias is a weight whose one feature is 1. Nothing is K by K unless Q_B or the dense block already is. Q_B of a
+vocabulary has few columns, but there is a copy of them for every input: where these would be too many, those of least
+spread become part of the diagonal, so that variances stay exact.
 """
 
 from __future__ import annotations
@@ -31,22 +33,27 @@ class Parts:
     """A covariance over K outputs under construction: diagonal + Σ added addedᵀ - Σ removed removedᵀ."""
 
     diagonal: Tensor  # (..., K)
+    rank: int  # columns that may be added by a block over more than `SQUARE` outputs
     added: list[Tensor] = field(default_factory=list)  # each (..., K, r)
     removed: list[Tensor] = field(default_factory=list)
 
     def outputs(self, mean: Tensor) -> GaussianOutputs:
         """The Gaussian. Beyond `SQUARE` outputs what is removed keeps its diagonal only: variances stay exact."""
-        if not self.removed:
-            return GaussianOutputs(mean, self.diagonal, torch.cat(self.added, -1) if self.added else None)
-        if mean.shape[-1] <= SQUARE:
+        if mean.shape[-1] <= SQUARE and self.removed:
             taken = torch.cat(self.removed, -1)
             whole = torch.diag_embed(self.diagonal) - taken @ taken.mT
             for root in self.added:
                 whole = whole + root @ root.mT
             return GaussianOutputs.of(mean, whole)
-        taken = sum((root.square().sum(-1) for root in self.removed[1:]), self.removed[0].square().sum(-1))
-        kept = (self.diagonal - taken).clamp_min(0)  # below 0 only by rounding
-        return GaussianOutputs(mean, kept, torch.cat(self.added, -1) if self.added else None)
+        kept = self.diagonal
+        for root in self.removed:
+            kept = (kept - root.square().sum(-1)).clamp_min(0)  # below 0 only by rounding
+        return GaussianOutputs(mean, kept, self._factor())
+
+    def _factor(self) -> Tensor | None:
+        if len(self.added) < 2:
+            return self.added[0] if self.added else None  # and no copy of what may be large
+        return torch.cat(self.added, -1)
 
 
 def add_block(parts: Parts, block: Block, features: Sequence[Tensor]) -> None:
@@ -97,12 +104,23 @@ def _add_kronecker(parts: Parts, block: Kronecker, features: Tensor) -> None:
     if block.out_vectors is None:
         parts.diagonal = parts.diagonal + spread
         return
-    parts.added.append(block.out_vectors * spread.sqrt().unsqueeze(-2))
-    if block.out_vectors.shape[0] != block.out_vectors.shape[1]:
+    vectors, outputs = block.out_vectors, len(block.out_vectors)
+    if outputs > SQUARE and vectors.shape[1] > parts.rank:
+        order = spread.flatten(0, -2).mean(0).argsort(descending=True)
+        rest, kept = order[parts.rank :], order[: parts.rank]
+        parts.diagonal = parts.diagonal + spread[..., rest] @ vectors[:, rest].square().mT
+        spread_kept, vectors_kept = spread[..., kept], vectors[:, kept]
+    else:
+        spread_kept, vectors_kept = spread, vectors
+    parts.added.append(vectors_kept * spread_kept.sqrt().unsqueeze(-2))
+    if vectors.shape[1] != outputs:
         # c (I - U Uᵀ) for the outputs outside the vectors, which see the prior: c = |φ|² / d.
         size = features.square().sum(-1, keepdim=True) / block.prior
-        parts.diagonal = parts.diagonal + size
-        parts.removed.append(block.out_vectors * size.sqrt().unsqueeze(-2))
+        if outputs > SQUARE:
+            parts.diagonal = parts.diagonal + size * (1 - vectors.square().sum(-1)).clamp_min(0)
+        else:
+            parts.diagonal = parts.diagonal + size
+            parts.removed.append(vectors * size.sqrt().unsqueeze(-2))
 
 
 def features_of(outputs: Tensor, sites: Sequence[Site]) -> dict[str, Tensor]:

@@ -4,14 +4,15 @@ With θ ~ N(θ*, Σ) the outputs are Gaussian with mean f(x; θ*) and covariance
 passes give the slopes at every layer, and each layer's share of the covariance follows from them, its inputs and its
 block of Σ. What the last layer adds has a closed form; where it alone is random there is no backward pass.
 
-Where outputs are many (a vocabulary), everything below the last layer W (K, D) acts through the range of W: with
-W = Q R there is one backward pass per column of Q instead of one per output, and a factor Q (...) over outputs.
+Where outputs are many (a vocabulary), everything below the last layer W (K, D) acts through its D features: there is
+one backward pass per feature instead of one per output, none of them through W, and with W = Q R a factor Q (...) over
+outputs. Nothing is K by K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,16 @@ from bayesformer.weights import Weights
 COLUMNS = 32  # outputs differentiated in one batched backward pass: more leave the cache
 WIDEST = 2048  # outputs per position up to which their covariance is formed
 ROOTS = 2**27  # numbers of Jacobian roots kept while all columns of a basis are collected
-FACTOR = 2**28  # numbers in a factor over outputs, 1 GiB in float32; beyond, its rank is cut
+FACTOR = 2**27  # numbers in a factor over outputs, 512 MiB in float32; beyond, its rank is cut
+
+
+class Final(NamedTuple):
+    """The linear layer that gives the outputs, with more of them than features: W = Q R."""
+
+    module: nn.Linear
+    names: frozenset[str]  # of its parameters
+    basis: Tensor  # (K, D), Q
+    inner: Tensor  # (D, D), R
 
 
 class Linearised:
@@ -38,7 +48,8 @@ class Linearised:
     def __init__(self, model: nn.Module, layout: Layout, weights: Weights) -> None:
         self.spread = Spread(layout, weights)
         self.model, self.capture = model, Capture(model, self.spread.names)
-        self._range: Tensor | None = None
+        self._final: Final | None = None
+        self._looked = False  # for it
         self._last: nn.Linear | None = None  # known to be all that is random
 
     def __call__(self, inputs: Inputs, batch_size: int = 64) -> GaussianOutputs:
@@ -68,25 +79,59 @@ class Linearised:
         return GaussianOutputs(mean, torch.zeros_like(mean))
 
     def _batch(self, inputs: Inputs, examples: int) -> GaussianOutputs:
-        if self._last is not None and (found := self._plainly(inputs, self._last)) is not None:
+        if self._last is not None and (found := self._plainly(inputs, self._last, examples)) is not None:
             return found
-        outputs, sites = self.capture(inputs)
+        outputs, sites, features = self._captured(inputs)
         mean, head = outputs.detach(), self._head(features_of(outputs, sites))
+        rank = max(1, FACTOR // (examples * mean[0].numel()))
         if len(head) == len(self.spread.pieces) and not self.spread.factor:
             self._last = self._module_of(self.spread.names)
-            return self._closed(mean, head).outputs(mean)
+            return self._closed(mean, head, rank).outputs(mean)
         width = 1 if mean.dim() == 1 else mean.shape[-1]
-        if width > COLUMNS and width > (basis := self._basis(inputs, outputs)).shape[1]:
-            few = max(1, ROOTS // (basis.shape[1] * sum(piece.block.size for piece in self.spread.pieces)))
+        if width > COLUMNS and not self._looked:
+            self._look_for_final(inputs)
+            return self._batch(inputs, examples)  # this time with its features
+        if self._final is not None and features is not None and self._is_below(self._final, head):
+            below = sum(piece.block.size for number, piece in enumerate(self.spread.pieces) if number not in head)
+            few = max(1, ROOTS // (self._final.basis.shape[1] * below))
             if len(mean) > few:
                 return _joined([self._batch(chunk, examples) for chunk in _chunks(inputs, few)])
-            return self._wide(outputs, sites, head, basis, FACTOR // (examples * mean[0].numel()))
+            return self._wide(mean, features, sites, head, self._final, rank)
         if width > WIDEST:
             raise ValueError(
                 f"outputs must be at most {WIDEST} per position, unless the model ends in a linear layer that is "
-                f"narrower; got {width}. Use predictive='sampled'."
+                f"narrower and not tied to another; got {width}. Use predictive='sampled'."
             )
         return _gaussian(mean, self._covariance(outputs, sites, width))
+
+    def _captured(self, inputs: Inputs) -> tuple[Tensor, list[Site], Tensor | None]:
+        """Outputs, sites, and the features (B, ..., D) that enter the final layer, if there is one that gave them."""
+        if self._final is None:
+            return *self.capture(inputs), None
+        seen: list[tuple[Tensor, Tensor]] = []
+        hook = self._final.module.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
+        try:
+            outputs, sites = self.capture(inputs)
+        finally:
+            hook.remove()
+        features, out = seen[-1]  # the first call may have looked at a few examples before
+        return outputs, sites, features if out is outputs and features.requires_grad else None
+
+    def _look_for_final(self, inputs: Inputs) -> None:
+        self._looked = True
+        last = last_linear(self.model, map_inputs(inputs, lambda x: x[:1]))
+        if last is not None and last.in_features < last.out_features:
+            own = {id(p) for p in last.parameters()}
+            names = frozenset(name for name, p in self.model.named_parameters() if id(p) in own)
+            self._final = Final(last, names, *torch.linalg.qr(last.weight.detach()))
+
+    def _is_below(self, final: Final, head: dict[int, list[Tensor]]) -> bool:
+        """Whether all that is random acts through the features, but for what the head has in closed form.
+
+        A weight of the last layer that is also an embedding does not: it moves outputs that no feature can move.
+        """
+        rest = [piece.names for number, piece in enumerate(self.spread.pieces) if number not in head]
+        return final.names.isdisjoint(self.spread.factor) and all(final.names.isdisjoint(names) for names in rest)
 
     def _covariance(self, outputs: Tensor, sites: list[Site], width: int) -> Tensor:
         """(B, S, K, K) for S positions with K outputs each."""
@@ -100,7 +145,7 @@ class Linearised:
                 covariance[some, start:stop] += gram(root.detach(), width)
         return covariance
 
-    def _plainly(self, inputs: Inputs, last: nn.Linear) -> GaussianOutputs | None:
+    def _plainly(self, inputs: Inputs, last: nn.Linear, examples: int) -> GaussianOutputs | None:
         """The last layer alone, from a plain forward pass; None should its outputs not be the model's this time."""
         seen: list[tuple[Tensor, Tensor]] = []
         hook = last.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
@@ -113,7 +158,8 @@ class Linearised:
             return None
         names = {id(p): name for name, p in self.model.named_parameters()}
         features = {names[id(last.weight)]: seen[0][0], names.get(id(last.bias), ""): torch.ones_like(mean[..., :1])}
-        return self._closed(mean, self._head(features)).outputs(mean)
+        rank = max(1, FACTOR // (examples * mean[0].numel()))
+        return self._closed(mean, self._head(features), rank).outputs(mean)
 
     def _module_of(self, names: tuple[str, ...]) -> nn.Linear | None:
         """The linear module that has exactly these parameters among its own."""
@@ -132,47 +178,42 @@ class Linearised:
                 found[number] = [features[name] for name in piece.names]
         return found
 
-    def _closed(self, mean: Tensor, head: dict[int, list[Tensor]]) -> Parts:
-        parts = Parts(torch.zeros_like(mean))
+    def _closed(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> Parts:
+        parts = Parts(torch.zeros_like(mean), rank)
         for number, features in head.items():
             add_block(parts, self.spread.pieces[number].block, features)
         return parts
 
-    def _basis(self, inputs: Inputs, outputs: Tensor) -> Tensor:
-        """(K, D'): an orthonormal basis of what the layers below the last one can do to the outputs."""
-        if self._range is None:
-            last = last_linear(self.model, map_inputs(inputs, lambda x: x[:1]))
-            if last is not None and last.in_features < last.out_features:
-                self._range = torch.linalg.qr(last.weight.detach())[0]
-            else:
-                self._range = outputs.new_zeros(0, outputs.shape[-1])  # nothing narrower is known
-        return self._range
-
     def _wide(
-        self, outputs: Tensor, sites: list[Site], head: dict[int, list[Tensor]], basis: Tensor, rank: int
+        self,
+        mean: Tensor,
+        features: Tensor,
+        sites: list[Site],
+        head: dict[int, list[Tensor]],
+        final: Final,
+        rank: int,
     ) -> GaussianOutputs:
-        """diagonal + factor factorᵀ: the last layer in closed form, the others through the basis."""
-        mean, size = outputs.detach(), basis.shape[1]
-        flat = mean.reshape(len(mean), -1, mean.shape[-1])
-        inner = basis.new_zeros(*flat.shape[:2], size, size)
-        for position in range(flat.shape[1]):
-            inner[:, position] = self._inner(outputs, sites, head, basis, position)
-        parts = self._closed(mean, head)
-        factor, left = _through(basis, inner, max(1, min(rank, size)))
+        """diagonal + factor factorᵀ: the last layer in closed form, the others through its features."""
+        size, positions = features.shape[-1], features[0].numel() // features.shape[-1]
+        below = [site for site in sites if site.name not in final.names]
+        inner = final.inner.new_zeros(len(mean), positions, size, size)
+        for position in range(positions):
+            inner[:, position] = final.inner @ self._inner(features, below, position) @ final.inner.mT
+        parts = self._closed(mean, head, rank)
+        factor, left = _through(final.basis, inner, min(rank, size))
         parts.diagonal = parts.diagonal + left.view(mean.shape)
         parts.added.append(factor.view(*mean.shape, -1))
         return parts.outputs(mean)
 
-    def _inner(
-        self, outputs: Tensor, sites: list[Site], head: dict[int, list[Tensor]], basis: Tensor, position: int
-    ) -> Tensor:
-        """(B, D, D): the covariance at one position in the coordinates of the basis, without the last layer."""
+    def _inner(self, features: Tensor, sites: list[Site], position: int) -> Tensor:
+        """(B, D, D): the covariance of the features at one position."""
         roots: list[list[Tensor]] = []
-        for vectors in basis.mT.split(COLUMNS):
-            slopes = backpropagate(sites, outputs, at_position(outputs, position, vectors))
-            found = self.spread.roots(sites, slopes, skip=head, joint=True)
+        size = features.shape[-1]
+        for vectors in torch.eye(size, dtype=features.dtype, device=features.device).split(COLUMNS):
+            slopes = backpropagate(sites, features, at_position(features, position, vectors))
+            found = self.spread.roots(sites, slopes, joint=True)
             roots.append([root.detach() for _, root in found])
-        total = basis.new_zeros(len(outputs), basis.shape[1], basis.shape[1])
+        total = features.new_zeros(len(features), size, size)
         for rows in zip(*roots, strict=True):
             root = torch.cat(rows, 1)
             total += root @ root.mT
@@ -210,6 +251,8 @@ def _through(basis: Tensor, inner: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _joined(parts: list[GaussianOutputs]) -> GaussianOutputs:
+    if len(parts) == 1:
+        return parts[0]  # and no copy of what may be large
     factors = [part.factor for part in parts if part.factor is not None]
     return GaussianOutputs(
         torch.cat([part.mean for part in parts]),

@@ -116,7 +116,7 @@ class Piece(NamedTuple):
 
     block: Block
     names: tuple[str, ...]  # the parameters it touches
-    columns: Tensor  # (p,): its weights among those of these parameters, one after another
+    columns: slice | Tensor  # (p,): its weights among those of these parameters, one after another
     stretch: slice | None  # in the flat vector, if they lie in one stretch
     whole: bool  # these parameters and nothing else, in their own order
 
@@ -140,9 +140,21 @@ class Spread:
             self._take_apart(weights)
 
     def _piece(self, place: slice | Tensor, block: Block) -> Piece:
-        where = torch.arange(self.layout.size)[place.cpu() if isinstance(place, Tensor) else place]
+        size = self.layout.size
+        where = range(*place.indices(size)) if isinstance(place, slice) else torch.arange(size)[place.cpu()]
         if len(where) != block.size:
             raise ValueError(f"places must be as many as a block has weights, {block.size}; got {len(where)}.")
+        return self._stretch(where, block) if isinstance(where, range) else self._scattered(where, block)
+
+    def _stretch(self, where: range, block: Block) -> Piece:
+        """Neighbours: nothing as long as the vector of weights is made, which may be a vocabulary's."""
+        names = tuple(n for n, s in self.places.items() if s.start < where.stop and where.start < s.stop)
+        first, last = self.places[names[0]].start, self.places[names[-1]].stop
+        whole = (where.start, where.stop) == (first, last)
+        columns = slice(where.start - first, where.stop - first)
+        return Piece(block, names, columns, slice(where.start, where.stop), whole)
+
+    def _scattered(self, where: Tensor, block: Block) -> Piece:
         names = tuple(n for n, s in self.places.items() if bool(((where >= s.start) & (where < s.stop)).any()))
         columns = torch.cat([torch.arange(self.places[n].start, self.places[n].stop) for n in names])
         position = torch.zeros(self.layout.size, dtype=torch.int64)
@@ -187,7 +199,7 @@ class Spread:
                 continue
             for some in _few(used[0][1], piece.block.size, joint):
                 rows = torch.cat([self._rows(name, uses[name], used[0][1], some) for name in piece.names], -1)
-                yield some, times_root(piece.block, rows[..., piece.columns.to(rows.device)])
+                yield some, times_root(piece.block, rows[..., _on(piece.columns, rows)])
         yield from self._factor_roots(uses, joint)
 
     def _factor_roots(self, uses: Uses, joint: bool) -> Roots:
@@ -209,6 +221,10 @@ class Spread:
             return like.new_zeros(len(few), len(like), place.stop - place.start)
         rows = [site.per_example(slope, some).flatten(2) for site, slope in uses]
         return sum(rows[1:], rows[0]).transpose(0, 1)
+
+
+def _on(columns: slice | Tensor, like: Tensor) -> slice | Tensor:
+    return columns.to(like.device) if isinstance(columns, Tensor) else columns
 
 
 def _few(slopes: Tensor, width: int, joint: bool) -> Iterator[slice]:
