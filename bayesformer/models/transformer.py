@@ -209,8 +209,8 @@ class Regressor(nn.Module):
         return self.projection(x), kl
 
 
-class Tagger(nn.Module):
-    """Token numbers in, the logits of C classes per token out."""
+class _OfTokens(nn.Module):
+    """Token numbers in, the logits of C classes out."""
 
     def __init__(self, encoder: Encoder, vocabulary: int, classes: int) -> None:
         super().__init__()
@@ -219,32 +219,33 @@ class Tagger(nn.Module):
         self.projection = Linear(encoder.dim, classes)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """From (B, T) to (B, T, C). `attention_mask` (B, T) is 0 at padding; outputs there mean nothing."""
+        """From (B, T) to logits. `attention_mask` (B, T) is 0 at padding."""
         return self.outputs_and_kl(input_ids, attention_mask)[0]
 
     def outputs_and_kl(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs, and the KL of each example, (B,)."""
         x, kl = self.encoder.outputs_and_kl(self.embedding(input_ids), attention_mask)
-        return self.projection(x), kl
+        return self.projection(self.read(x, attention_mask)), kl
+
+    def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """What the logits are read off."""
+        raise NotImplementedError
 
 
-class SequenceClassifier(nn.Module):
-    """Token numbers in, the logits of C classes per sequence out, from the mean over its tokens."""
+class Tagger(_OfTokens):
+    """Logits (B, T, C) of every token; those at padding mean nothing."""
 
-    def __init__(self, encoder: Encoder, vocabulary: int, classes: int) -> None:
-        super().__init__()
-        check_positive(vocabulary=vocabulary, classes=classes)
-        self.embedding, self.encoder = Embedding(vocabulary, encoder.dim), encoder
-        self.projection = Linear(encoder.dim, classes)
+    def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:  # noqa: ARG002
+        """(B, T, D): every position by itself."""
+        return x
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """From (B, T) to (B, C). `attention_mask` (B, T) is 0 at padding."""
-        return self.outputs_and_kl(input_ids, attention_mask)[0]
 
-    def outputs_and_kl(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The outputs, and the KL of each example, (B,)."""
-        x, kl = self.encoder.outputs_and_kl(self.embedding(input_ids), attention_mask)
-        return self.projection(mean_over(x, attention_mask)), kl
+class SequenceClassifier(_OfTokens):
+    """Logits (B, C) of a sequence, from the mean over its tokens."""
+
+    def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """(B, D)."""
+        return mean_over(x, attention_mask)
 
 
 def mean_over(x: Tensor, valid: Tensor | None) -> Tensor:
