@@ -72,7 +72,7 @@ def fits(problem: Problem, structure: str, kind: str, share: dict[str, int]) -> 
 
 def _row(problem: Problem, peer: str, structure: str, kind: str, share: int | None, linear: bool) -> Comparison:
     count, total = share or len(problem.data), len(problem.data)
-    name = f"{peer} {structure} {kind}, {problem.label}, epochs" + " (wrong)" * ("Asdl" in peer)
+    name = f"{peer} {structure} {kind}, {problem.label}, epochs" + " (wrong values)" * ("Asdl" in peer)
     name += ", linear layers" * linear + f", {count} of {total} examples" * (count < total)
 
     def run() -> None:
