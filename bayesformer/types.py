@@ -110,7 +110,10 @@ Outputs: TypeAlias = Draws | GaussianOutputs
 
 
 class Draw(NamedTuple):
-    """What an attention family returns for a set of logits."""
+    """What an attention family returns for a set of logits, `family(logits, mask)`, or `family(logits, mask, keys)`.
+
+    The third form is for families that say `wants_keys`, whose prior is read off the keys (B, H, S, d).
+    """
 
     weights: Tensor  # (B, H, T, S), rows sum to 1, masked entries exactly 0
     kl: Tensor  # (B,), summed over heads and unmasked entries; 0 for deterministic attention
