@@ -285,8 +285,8 @@ def _study_cold(arguments: argparse.Namespace) -> int:
     cells = cold.cells([t.strip() for t in arguments.tasks.split(",")], _seed_list(arguments.seeds))
     arguments.no_posteriors = True
     code = _run_cells(cells, arguments.results, arguments.workers, arguments)
-    keys = {(cell.task, cell.key, cell.seed) for cell in cells}
-    results = [r for r in load_results(arguments.results) if (r["task"], r["key"], r["seed"]) in keys]
+    keys = {(cell.task, cell.key) for cell in cells}  # with every seed that is stored
+    results = [r for r in load_results(arguments.results) if (r["task"], r["key"]) in keys]
     if results:
         print(cold.table(results))
         print(f"figure: {cold.figure(results, arguments.results / 'cold.svg')}")

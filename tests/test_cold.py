@@ -61,3 +61,14 @@ def test_every_method_has_every_temperature_and_the_same_training():
     assert {cell.method for cell in hot} <= set(METHODS)
     assert {cell.method_settings["temperature"] for cell in hot} == {1.0, 0.1}
     assert len(cells) == 2 + 2 * len({cell.key for cell in hot})
+
+
+def test_no_method_chooses_its_prior_anew_at_a_temperature():
+    cells = [cell for cell in cold.cells(["toy/m1", "imdb"], [0]) if cell.method != "mle"]
+    assert {cell.method for cell in cells} == {"vi", "sghmc", "laplace"}
+    for cell in cells:
+        settings = cell.method_settings
+        expected = {"prior_precision": 1.0} if cell.method == "laplace" else {"prior": "normal(0, 1)"}
+        assert expected.items() <= settings.items()
+        if cell.method != "laplace":
+            assert settings["warm_up"] == (0.75 if cell.task == "imdb" else 0.5)
