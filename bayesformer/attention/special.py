@@ -15,6 +15,7 @@ from torch import Tensor
 from bayesformer.attention.fused import in_pieces
 from bayesformer.attention.noise import log_uniform, normal
 
+EULER = 0.5772156649015329
 FLOOR = -80.0
 """Least log α. Γ(α) draws are then 0 but for one in 10³⁰, while 1/α is still a number in single precision."""
 
@@ -117,5 +118,7 @@ def log_surrogate_draw(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
 def _log_surrogate(log_alpha: Tensor, log_u: Tensor) -> tuple[Tensor, Tensor]:
     alpha = log_alpha.exp()
     log_gamma, digamma = gammas(alpha)
+    # At tiny α rounding in log Γ(1 + α) ≈ -γα could outweigh a log U near 0, and 1/α would blow it up.
+    log_gamma = torch.where(alpha < 1e-4, alpha * -EULER, log_gamma)
     value = log_u.add_(log_gamma).div_(alpha)
     return value, digamma.sub_(value)

@@ -27,9 +27,8 @@ from bayesformer.attention.fused import (
     visible_sum,
 )
 from bayesformer.attention.noise import log_uniform
+from bayesformer.attention.special import EULER
 from bayesformer.types import Draw
-
-EULER = 0.5772156649015329
 
 
 class Weibull(Family):
