@@ -11,7 +11,7 @@ with the model. The model's own weights keep their names and values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -129,7 +129,7 @@ def _attach(site: nn.Module, family: Family) -> None:
         return
     site.add_module(hf.FAMILY, family)
     if isinstance(site, nn.MultiheadAttention):
-        site.__class__ = StochasticMultihead
+        _become(site, StochasticMultihead)
         setattr(site, BEFORE, None)
     else:
         site.register_forward_pre_hook(hf.call_begins, with_kwargs=True)
@@ -157,22 +157,24 @@ def _restore(module: nn.Module, before: Any) -> None:
         module.use_nested_tensor = before
     elif isinstance(module, StochasticMultihead):
         del module.attention_family
-        module.__class__ = nn.MultiheadAttention
+        _become(module, nn.MultiheadAttention)
     else:
         hf.switch(module, before)
         hf.detach(module)
 
 
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+
+
 def _remove_hooks(module: nn.Module) -> None:
     ours = (_pass_begins, _pass_ends, _part_begins, _part_ends, hf.call_begins)
-    tables = (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-    )
-    for hooks, *flags in tables:
+    flags = (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [key for key, hook in hooks.items() if hook in ours]:
-            for table in (hooks, *flags):
-                table.pop(key, None)
+            del hooks[key]
+            for flag in (*flags, module._forward_hooks_always_called):  # keys are unique among all hooks
+                flag.pop(key, None)
 
 
 # A pass of the whole model: a module that is called several times in it (shared layers) owes for every call.
@@ -192,7 +194,7 @@ def _pass_ends(model: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: AR
 
 
 def _part_begins(part: nn.Module, inputs: Any) -> None:  # noqa: ARG001
-    """A model of transformers within: PEFT calls the `forward` of what it wraps, past the hooks of the whole."""
+    # A model of transformers within the whole: PEFT calls the `forward` of what it wraps, past the hooks of the whole.
     hf.register()
     _begin(family for family in families(part) if family.depth == 0)
     for family in families(part):
@@ -204,7 +206,7 @@ def _part_ends(part: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ARG
         family.depth -= 1
 
 
-def _begin(those: Iterator[Family] | list[Family]) -> None:
+def _begin(those: Iterable[Family]) -> None:
     for family in those:
         family.owed, family.wants_gradient = [], torch.is_grad_enabled()
 
