@@ -8,7 +8,7 @@ A model, a likelihood and a method give a posterior; a posterior and an input gi
 and a target give a score (`bayesformer.evaluate`).
 """
 
-from bayesformer.attention import attention_kl, convert_attention
+from bayesformer import attention
 from bayesformer.dataset import Data
 from bayesformer.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.fitting import fit
@@ -73,9 +73,8 @@ __all__ = [
     "TrainingDivergedError",
     "Vi",
     "__version__",
-    "attention_kl",
+    "attention",
     "convert",
-    "convert_attention",
     "convert_concrete",
     "fit",
     "kl_divergence",

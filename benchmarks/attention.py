@@ -22,7 +22,7 @@ from bayesformer.attention import (
     Lognormal,
     Softmax,
     Weibull,
-    convert_attention,
+    install,
 )
 from bayesformer.bench.tasks import TASKS
 from bayesformer.likelihoods import Likelihood
@@ -97,7 +97,7 @@ def torch_dirichlet(logits: Tensor, mask: Tensor) -> Draw:  # noqa: ARG001
 def thirty_draws(batch: int) -> Comparison:
     """A predictive of 30 draws, as the engine chooses to make it, in units of one forward pass."""
     task = TASKS["toy/m1"]()
-    model = convert_attention(task.model()).eval()
+    model = install(task.model()).eval()
     inputs = task.load().train.subset(slice(0, batch)).inputs
     made = _posterior(model, task.likelihood)
     return Comparison(

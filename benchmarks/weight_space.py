@@ -44,7 +44,7 @@ def steps(work: Workload) -> Iterator[Comparison]:
     for algorithm, (build, budget) in ALGORITHMS.items():
         limit = 1.6 if work.label == "MiniLM" and algorithm in {"diagonal vi", "ivon"} else budget
         yield Comparison(f"{algorithm} step, {work.label}", flat_steps(work, build), plain, limit, rounds=work.rounds)
-    local = flat_steps(work, build_optimiser, prepare=convert, penalty=Penalty(1.0))
+    local = flat_steps(work, build_optimiser, prepare=convert, penalty=Penalty(1.0, work.num_data))
     name = f"mean-field step, local reparameterisation, {work.label}"
     yield Comparison(name, local, plain, 2.5, rounds=work.rounds)
     for name, run in peers(work):

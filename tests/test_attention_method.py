@@ -1,5 +1,6 @@
 """Stochastic attention as a method: conversion, the bound, annealing, resuming, saving, and never above the oracle."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer import evaluate
-from bayesformer.attention import FAMILIES, Attention, Softmax, Weibull, build_family, families
+from bayesformer.attention import FAMILIES, Attention, Softmax, Weibull, build_family, families, install
 from bayesformer.bench.tasks import TASKS
 from bayesformer.errors import OracleBeatenError
 from bayesformer.functional import THETA
@@ -33,7 +34,7 @@ def small_task():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conversion_keeps_the_weights_and_mean_attention(family):
     model, x = regressor(), torch.randn(3, 5, 1)
-    converted = bf.convert_attention(model, family)
+    converted = install(copy.deepcopy(model), family)
     assert [type(f).__name__.lower() for f in families(converted)] == [family]
     assert torch.equal(converted.eval()(x), model.eval()(x))
     assert not torch.equal(converted.train()(x), model.train()(x))
@@ -44,15 +45,15 @@ def test_conversion_keeps_the_weights_and_mean_attention(family):
 def test_conversion_by_name_and_with_a_function_of_heads_and_width():
     model = Regressor(Encoder(dim=8, depth=2, heads=2))
     seen = []
-    converted = bf.convert_attention(
-        model, lambda heads, width: (seen.append((heads, width)), Weibull())[1], "encoder.blocks.1.*"
+    converted = install(
+        copy.deepcopy(model), lambda heads, width: (seen.append((heads, width)), Weibull())[1], "encoder.blocks.1.*"
     )
     assert seen == [(2, 4)]
     assert len(families(converted)) == 1
-    with pytest.raises(ValueError, match="must have softmax Attention of bayesformer; Linear has none"):
-        bf.convert_attention(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="Attention of bayesformer; Linear has none"):
+        install(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="attention module in names"):
-        bf.convert_attention(model, names="decoder.*")
+        install(model, names="decoder.*")
 
 
 def test_a_layer_that_is_called_twice_owes_twice():
@@ -67,10 +68,10 @@ def test_a_layer_that_is_called_twice_owes_twice():
             twice, self.second = self.attention(once, mask)
             return twice
 
-    model = bf.convert_attention(Twice(), "weibull")
+    model = install(Twice(), "weibull")
     for _ in range(2):  # and a new pass starts anew
         model(torch.randn(3, 5, 4))
-        torch.testing.assert_close(bf.attention_kl(model), model.first + model.second)
+        torch.testing.assert_close(bf.kl_divergence(model), model.first + model.second)
 
 
 def test_the_bound_is_the_mean_over_examples_whatever_n():

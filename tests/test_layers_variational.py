@@ -484,7 +484,10 @@ ERRORS = pytest.mark.parametrize(
         (lambda: convert(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())), "share one dtype and device"),
         (lambda: convert(nn.ReLU()), "at least one parameter with requires_grad=True"),
         (lambda: revert(Mlp()), "revert needs a Variational model; got Mlp"),
-        (lambda: kl_divergence(Mlp()), "must have variational weights or concrete dropout; Mlp has neither"),
+        (
+            lambda: kl_divergence(Mlp()),
+            "must have variational weights, concrete dropout or stochastic attention; Mlp has none",
+        ),
     ],
 )
 

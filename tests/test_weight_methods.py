@@ -255,7 +255,7 @@ def test_the_kl_is_divided_by_the_number_of_data():
     data = blobs(60)
     model = wrap(build_method("mean_field"), Mlp())
     flat = FlatModel(model)
-    joint = FlatLogJoint(flat, Categorical(), None, 60, Penalty(0.5))
+    joint = FlatLogJoint(flat, Categorical(), None, 60, Penalty(0.5, 60))
     batch = data.take(slice(0, 16))
     torch.manual_seed(0)
     value, outputs, _ = joint.value_and_grad({"theta": flat.theta}, batch)

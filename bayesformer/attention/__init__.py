@@ -1,11 +1,12 @@
 """Attention and the laws its weights may follow."""
 
+from bayesformer.attention.build import FAMILIES, build_family
 from bayesformer.attention.contextual import Contextual
-from bayesformer.attention.convert import FAMILIES, build_family, convert_attention
 from bayesformer.attention.core import Attention, Linear, Softmax, masked_softmax
 from bayesformer.attention.dirichlet import Dirichlet
 from bayesformer.attention.family import Family, attention_kl, attention_mode, families
 from bayesformer.attention.gaussian import Gaussian
+from bayesformer.attention.install import install, uninstall
 from bayesformer.attention.lognormal import Lognormal
 from bayesformer.attention.scores import Additive, Gat, ScaledDot
 from bayesformer.attention.spread import DataDependent, Learned, RowNetwork
@@ -31,7 +32,8 @@ __all__ = [
     "attention_kl",
     "attention_mode",
     "build_family",
-    "convert_attention",
     "families",
+    "install",
     "masked_softmax",
+    "uninstall",
 ]

@@ -32,8 +32,10 @@ class Family(nn.Module):
     wants_keys: bool = False
     mode: Mode | None = None
     draws: int | None = None
-    accumulates: bool = False
-    """whether the KL of this call is added to the record instead of replacing it: within a pass of the whole model"""
+    depth: int = 0
+    """how many models are in the middle of a pass around this family: within one, KLs add up; else each replaces it"""
+    wants_gradient: bool = False
+    """whether the pass around this family began with gradients"""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -45,16 +47,34 @@ class Family(nn.Module):
         """Weights (B, H, T, S) in the dtype of the logits and the KL of each example, (B,)."""
         # bfloat16 has 8 bits, too few for the sum of a row.
         full = torch.promote_types(logits.dtype, torch.float32)
-        if self.training if self.mode is None else self.mode == "draw":
+        if self.draws_now:
             spread = logits.to(full)
             if self.draws is not None and logits.dim() == 4:
                 spread = spread.expand(self.draws, *logits.shape)  # (L, B, H, T, S)
             weights, kl = self.draw(spread, mask, keys)
         else:
             weights, kl = masked_softmax(logits, mask), logits.new_zeros(logits.shape[:-3], dtype=full)
-        if torch.is_grad_enabled():
-            self.owed = [*self.owed, kl] if self.accumulates else [kl]
+        self._record(kl)
         return Draw(self.dropout(weights).to(logits.dtype), kl)
+
+    @property
+    def draws_now(self) -> bool:
+        """Whether weights are drawn, or those of mean mode are given."""
+        return self.training if self.mode is None else self.mode == "draw"
+
+    def _record(self, kl: Tensor) -> None:
+        # Within a backward pass a checkpoint makes its part of the forward pass again: that is on record already.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if not self.depth:
+            self.owed = [kl]
+            return
+        if self.wants_gradient and self.draws_now and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "attention must be drawn with gradients in a pass that has them, or its KL has none; they are off. "
+                "Checkpointing must have use_reentrant=False; got the re-entrant one, or no_grad inside the model."
+            )
+        self.owed = [*self.owed, kl]
 
     def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:
         """Weights and KL for logits in single precision or better."""
@@ -62,7 +82,7 @@ class Family(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A tensor with a graph cannot be copied, and a copy owes nothing.
-        return {**self.__dict__, "owed": []}
+        return {**self.__dict__, "owed": [], "depth": 0}
 
 
 def families(model: nn.Module) -> list[Family]:
@@ -71,7 +91,7 @@ def families(model: nn.Module) -> list[Family]:
 
 
 def attention_kl(model: nn.Module) -> Tensor:
-    """(B,): what each example's attention cost in the latest pass with gradients, in nats, over all families.
+    """(B,): what each example's attention cost in the latest pass, in nats, over all families; 0 in mean mode.
 
     An example's attention weights are latent variables of its own, so the evidence lower bound is
     Σ_n E log p(y_n | x_n, S_n) - KL_n: subtract the mean of this from the mean log-likelihood, without 1/N.
@@ -80,11 +100,11 @@ def attention_kl(model: nn.Module) -> Tensor:
     if not found:
         raise ValueError(
             f"model must have stochastic attention; {type(model).__name__} has none. "
-            "Build it with a family of bayesformer.attention, or make it so with convert_attention."
+            "Build it with a family of bayesformer.attention, or make it so with bayesformer.attention.install."
         )
     owed = [kl for family in found for kl in family.owed]
     if not owed:
-        raise ValueError(f"model must be called with gradients before its KL is read; {type(model).__name__} was not.")
+        raise ValueError(f"model must be called before its KL is read; {type(model).__name__} was not.")
     return torch.stack(owed).sum(0)
 
 

@@ -9,10 +9,14 @@ the layout outside; a packed weight is used whole where query, key and value are
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def multi_head_attention_forward(
@@ -41,8 +45,12 @@ def multi_head_attention_forward(
     static_v: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
+    attend: Attend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of (T, B, D) queries, or (T, D) unbatched, to (S, B, ...) keys and values; arguments as torch's.
+
+    `attend(q, k, v, mask)`, from heads (B, H, T, d) and an additive mask to (B, H, T, d) and the weights, may stand in
+    for softmax attention.
 
     Returns the output in the layout of the query, and the weights (B, T, S), (B, H, T, S), or None.
     """
@@ -64,10 +72,14 @@ def multi_head_attention_forward(
         q, k, v = _packed(query, key, value, _given("in", in_proj_weight), in_proj_bias)
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # (B, H, T, d)
     # Torch trusts the hint where it can, and so skips the mask.
-    hinted = is_causal and key_padding_mask is None and not need_weights
+    hinted = is_causal and key_padding_mask is None and not need_weights and attend is None
     mask = None if hinted else _merged_mask(attn_mask, key_padding_mask, q, k, batched)
     rate = dropout_p if training else 0.0
-    attended, attention = _attend(q, k, v, mask, rate, need_weights, hinted)
+    if attend is None:
+        attended, attention = _attend(q, k, v, mask, rate, need_weights, hinted)
+    else:
+        attended, drawn = attend(q, k, v, mask)
+        attention = drawn if need_weights else None
     out = F.linear(attended.transpose(1, 2).flatten(-2), out_proj_weight, out_proj_bias)  # (B, T, D)
     if attention is not None and average_attn_weights:
         attention = attention.mean(1)

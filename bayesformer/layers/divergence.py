@@ -1,4 +1,4 @@
-"""What a model owes for its random weights."""
+"""What a model owes for what is random in it: its weights, its attention."""
 
 from __future__ import annotations
 
@@ -6,36 +6,64 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from bayesformer.attention import attention_kl, families
 from bayesformer.layers.concrete import regularisers
 from bayesformer.layers.variational import Variational
 from bayesformer.types import Params
 
 
-def kl_divergence(model: nn.Module, params: Params | None = None) -> Tensor:
-    """(): the KL of all variational weights plus the regularisers of concrete dropout, in nats, not over N.
+def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int | None = None) -> Tensor:
+    """What the randomness of a model costs in the evidence lower bound, in nats; differentiable.
 
-    Differentiable. Where a KL has no closed form it is estimated from the draw of the last forward pass. After
-    `functional_call(model, params, ...)` give the same `params`: outside that call the model holds its own.
-    A stochastic attention's KL is one of each example and no part of this.
+    Random weights are one draw for all data, attention weights are latent variables of each example:
+
+        ELBO / N = mean_n [log p(y_n | x_n) - KL_n(attention)] - KL(weights) / N
+
+    With `num_data`, N, the answer is what to subtract from the log-likelihood of an example, whatever is random:
+    KL_n(attention) + KL(weights) / N, (B,), or () if no attention is. Adding `kl_divergence(model, num_data=N).mean()`
+    to a mean loss is right for every model. Without N, it is KL_n(attention), (B,), or all of KL(weights), ().
+
+    The KL of weights counts variational weights and the regularisers of concrete dropout; where it has no closed form
+    it is estimated from the draw of the latest forward pass. That of attention is of the latest forward pass, in
+    training and evaluation, and 0 in mean mode; under `torch.vmap` ask inside the mapped function.
+
+    Args:
+        model: has random weights or stochastic attention, and has been called.
+        params: after `functional_call(model, params, ...)` the same: outside that call the model holds its own.
+        num_data: the number of training examples.
     """
     if params is not None:
-        return functional_call(_Owing(model), {f"model.{name}": value for name, value in params.items()}, ())
+        own = {f"model.{name}": value for name, value in params.items()}
+        return functional_call(_Owing(model, num_data), own, ())
+    if num_data is not None and num_data < 1:
+        raise ValueError(f"num_data must be the number of training examples, at least 1; got {num_data}.")
     terms = [module.kl() for module in model.modules() if isinstance(module, Variational)]
     terms += regularisers(model)
+    attention = attention_kl(model) if families(model) else None
     if not terms:
+        if attention is None:
+            raise ValueError(
+                f"model must have variational weights, concrete dropout or stochastic attention; "
+                f"{type(model).__name__} has none. Make it so with convert, convert_concrete or attention.install."
+            )
+        return attention
+    weights = torch.stack(terms).sum()
+    if attention is None:
+        return weights if num_data is None else weights / num_data
+    if num_data is None:
         raise ValueError(
-            f"model must have variational weights or concrete dropout; {type(model).__name__} has neither. "
-            "Make it so with convert or convert_concrete."
+            "num_data must be given for a model with random weights and stochastic attention: the KL of weights is "
+            "shared by all examples, that of attention is each one's own; got None."
         )
-    return torch.stack(terms).sum()
+    return attention + weights / num_data
 
 
 class _Owing(nn.Module):
     """A module whose forward is the KL, so that functional_call can give it other parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, num_data: int | None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.num_data = model, num_data
 
     def forward(self) -> Tensor:
-        return kl_divergence(self.model)
+        return kl_divergence(self.model, num_data=self.num_data)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bayesformer.attention import attention_kl, build_family, convert_attention
+from bayesformer.attention import attention_kl, build_family, install
 from bayesformer.methods.members import buffers_of, facts_of, run, task_of
 from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.posterior import Posterior
@@ -69,8 +70,8 @@ class Attention:
         return {name: getattr(self, name) for name in (*names, "gradient", "divergence")}
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model with stochastic attention, and a counter of steps."""
-        model = convert_attention(model, self.family, self.subset, **self._settings)
+        """A copy of the model with stochastic attention, and a counter of steps."""
+        model = install(copy.deepcopy(model), self.family, self.subset, **self._settings)
         model.register_buffer(STEPS, torch.zeros((), device=next(model.parameters()).device), persistent=False)
         return model
 

@@ -137,7 +137,7 @@ def _fit(name: str, method: Any, problem: Problem, prepare: Callable[[nn.Module]
         name,
         validation=None,  # a bound on the evidence needs no early stopping
         prepare=prepare,
-        penalty=Penalty(method.temperature),
+        penalty=Penalty(method.temperature, len(problem.data)),
     )
     model, result = run(task, 1, problem)
     facts = facts_of(name, method, problem, result)
@@ -149,7 +149,8 @@ class Penalty:
     """What the random weights cost, in nats for all data; an object so that worker processes can have it."""
 
     temperature: float
+    num_data: int
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """Temperature times KL."""
-        return self.temperature * kl_divergence(model)
+        """Temperature times KL; attention's, if it is stochastic, as the mean of the batch for every example."""
+        return self.temperature * self.num_data * kl_divergence(model, num_data=self.num_data).mean()

@@ -1,19 +1,14 @@
-"""One call gives a model stochastic attention."""
+"""Families by name."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
-
-from torch import nn
+from typing import Literal, TypeAlias
 
 from bayesformer.attention.contextual import Contextual
-from bayesformer.attention.core import Attention, Softmax
 from bayesformer.attention.dirichlet import Dirichlet, Divergence, Gradient
-from bayesformer.attention.family import Family, families
+from bayesformer.attention.family import Family
 from bayesformer.attention.gaussian import Gaussian
 from bayesformer.attention.lognormal import Lognormal
 from bayesformer.attention.spread import DataDependent, Learned, RowNetwork, Spread
@@ -117,51 +112,3 @@ def _check_fits(
         raise ValueError(f"prior_location must be left out for {name} attention; got {location}.")
     if location is not None and prior == "contextual":
         raise ValueError(f"prior_location must be left out with a contextual prior; got {location}.")
-
-
-def convert_attention(
-    model: nn.Module, family: str | Callable[[int, int], Family] = "weibull", names: str = "*", **settings: Any
-) -> nn.Module:
-    """A copy of a model whose softmax attention is stochastic; its other weights stay as they are.
-
-    Args:
-        model: has `Attention` of this library in it.
-        family: a name, with `settings` as for `build_family`, or a function of (heads, head width).
-        names: pattern of the names of the attention modules.
-        settings: of the family.
-    """
-    build = family if callable(family) else _Named(family, settings)
-    model = copy.deepcopy(model)
-    sites = {n: m for n, m in model.named_modules() if isinstance(m, Attention) and isinstance(m.family, Softmax)}
-    chosen = [module for name, module in sites.items() if fnmatchcase(name, names)]
-    if not chosen:
-        if not sites:
-            raise ValueError(f"model must have softmax Attention of bayesformer; {type(model).__name__} has none.")
-        raise unknown_name("attention module in names:", names, sites)
-    for site in chosen:
-        made = build(site.heads, site.query.out_features // site.heads)
-        made.dropout = site.family.dropout  # type: ignore[assignment]
-        site.family = made.to(site.query.weight).train(site.training)
-    # A module that is called several times per pass (shared layers) owes for every call.
-    model.register_forward_pre_hook(_pass_begins)
-    model.register_forward_hook(_pass_ends, always_call=True)
-    return model
-
-
-@dataclass(frozen=True)
-class _Named:
-    name: str
-    settings: Mapping[str, Any]
-
-    def __call__(self, heads: int, width: int) -> Family:
-        return build_family(self.name, heads, width, **self.settings)
-
-
-def _pass_begins(model: nn.Module, inputs: Any) -> None:  # noqa: ARG001
-    for family in families(model):
-        family.owed, family.accumulates = [], True
-
-
-def _pass_ends(model: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ARG001
-    for family in families(model):
-        family.accumulates = False
