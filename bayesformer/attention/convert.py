@@ -15,6 +15,7 @@ from bayesformer.attention.core import Attention, Softmax
 from bayesformer.attention.dirichlet import Dirichlet, Divergence, Gradient
 from bayesformer.attention.family import Family, families
 from bayesformer.attention.gaussian import Gaussian
+from bayesformer.attention.graph import GraphAttention
 from bayesformer.attention.lognormal import Lognormal
 from bayesformer.attention.spread import DataDependent, Learned, RowNetwork, Spread
 from bayesformer.attention.weibull import Weibull
@@ -125,23 +126,24 @@ def convert_attention(
     """A copy of a model whose softmax attention is stochastic; its other weights stay as they are.
 
     Args:
-        model: has `Attention` of this library in it.
+        model: has `Attention` or `GraphAttention` of this library in it.
         family: a name, with `settings` as for `build_family`, or a function of (heads, head width).
         names: pattern of the names of the attention modules.
         settings: of the family.
     """
     build = family if callable(family) else _Named(family, settings)
     model = copy.deepcopy(model)
-    sites = {n: m for n, m in model.named_modules() if isinstance(m, Attention) and isinstance(m.family, Softmax)}
+    kinds = Attention | GraphAttention
+    sites = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and isinstance(m.family, Softmax)}
     chosen = [module for name, module in sites.items() if fnmatchcase(name, names)]
     if not chosen:
         if not sites:
             raise ValueError(f"model must have softmax Attention of bayesformer; {type(model).__name__} has none.")
         raise unknown_name("attention module in names:", names, sites)
     for site in chosen:
-        made = build(site.heads, site.query.out_features // site.heads)
+        made = build(site.heads, site.width)
         made.dropout = site.family.dropout  # type: ignore[assignment]
-        site.family = made.to(site.query.weight).train(site.training)
+        site.family = made.to(next(site.parameters())).train(site.training)
     # A module that is called several times per pass (shared layers) owes for every call.
     model.register_forward_pre_hook(_pass_begins)
     model.register_forward_hook(_pass_ends, always_call=True)
