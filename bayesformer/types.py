@@ -112,5 +112,5 @@ Outputs: TypeAlias = Draws | GaussianOutputs
 class Draw(NamedTuple):
     """What an attention family returns for a set of logits."""
 
-    weights: Tensor  # (B, H, T, S), rows sum to 1, masked entries exactly 0
+    weights: Tensor  # (B, H, T, S), rows sum to 1, masked entries exactly 0; (B, H, 1, E) along edges
     kl: Tensor  # (B,), summed over heads and unmasked entries; 0 for deterministic attention

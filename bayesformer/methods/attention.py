@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from bayesformer.dropout import set_dropout
 from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, task_of
 from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.posterior import Posterior
+from bayesformer.settings import LATER
 from bayesformer.weights import Samples
 
 STEPS = "attention_steps"
@@ -53,11 +54,11 @@ class Attention:
     """name pattern of the attention modules that become stochastic"""
     draws: int = 30
     """forward passes per prediction; 0 predicts by mean attention, without noise"""
-    keep_dropout: bool = True
+    keep_dropout: bool = field(default=True, metadata=LATER)
     """whether dropout, too, stays on in these passes"""
-    weight_prior: str | dict[str, str] | None = None
+    weight_prior: str | dict[str, str] | None = field(default=None, metadata=LATER)
     """law of the other weights, as for map; none leaves them free"""
-    early_stopping: bool = False
+    early_stopping: bool = field(default=False, metadata=LATER)
     """whether to keep the epoch at which mean attention scores best on validation data"""
 
     AFTER_TRAINING: ClassVar[tuple[str, ...]] = ("draws", "keep_dropout")

@@ -44,9 +44,7 @@ class CitationGraph(Task):
     @property
     def training(self) -> Training:
         """That of Veličković et al. (2018), section 3.3, but stopped by the validation log-likelihood alone."""
-        return Training(
-            epochs=1000, batch_size=1, lr=self.lr, schedule="constant", clip=float("inf"), patience=100
-        )
+        return Training(epochs=1000, batch_size=1, lr=self.lr, schedule="constant", clip=float("inf"), patience=100)
 
     def load(self) -> TaskData:
         """The graph three times, with the masks of the standard split."""
