@@ -133,8 +133,8 @@ def convert_attention(
     """
     build = family if callable(family) else _Named(family, settings)
     model = copy.deepcopy(model)
-    kinds = Attention | GraphAttention
-    sites = {n: m for n, m in model.named_modules() if isinstance(m, kinds) and isinstance(m.family, Softmax)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Attention | GraphAttention)}
+    sites = {name: layer for name, layer in layers.items() if isinstance(layer.family, Softmax)}
     chosen = [module for name, module in sites.items() if fnmatchcase(name, names)]
     if not chosen:
         if not sites:

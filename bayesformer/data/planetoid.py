@@ -68,7 +68,8 @@ def _graph(stored: dict[str, Any], normalise: bool) -> Graph:
 
 
 def _features(stored: dict[str, Any], normalise: bool) -> Tensor:
-    rows = stored["x_data"], stored["x_indices"].astype(np.int64), stored["x_indptr"]
-    x = torch.from_numpy(csr_matrix(rows, shape=tuple(stored["x_shape"])).toarray()).float()
+    rows: Any = stored["x_data"], stored["x_indices"].astype(np.int64), stored["x_indptr"]
+    shape: Any = tuple(stored["x_shape"])
+    x = torch.from_numpy(csr_matrix(rows, shape=shape).toarray()).float()
     # A node without a word stays at 0.
     return x / x.sum(1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny) if normalise else x

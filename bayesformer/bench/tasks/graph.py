@@ -44,13 +44,13 @@ class CitationGraph(Task):
     @property
     def training(self) -> Training:
         """That of Veličković et al. (2018), section 3.3, but stopped by the validation log-likelihood alone."""
-        return Training(epochs=1000, batch_size=1, lr=self.lr, schedule="constant", clip=float("inf"), patience=100)
+        return Training(epochs=1000, batch_size=1, lr=self.lr, schedule="constant", clip=1e9, patience=100)
 
     def load(self) -> TaskData:
         """The graph three times, with the masks of the standard split."""
         graph = load_graph(self.name)
-        parts = (graph.part(mask) for mask in (graph.train, graph.validation, graph.test))
-        return TaskData(*parts, probes={})
+        train, validation, test = (graph.part(mask) for mask in (graph.train, graph.validation, graph.test))
+        return TaskData(train, validation, test, probes={})
 
     def model(self) -> nn.Module:
         """Two layers."""
