@@ -115,5 +115,5 @@ class Draw(NamedTuple):
     The third form is for families that say `wants_keys`, whose prior is read off the keys (B, H, S, d).
     """
 
-    weights: Tensor  # (B, H, T, S), rows sum to 1, masked entries exactly 0
+    weights: Tensor  # (B, H, T, S), rows sum to 1, masked entries exactly 0; (B, H, 1, E) along edges
     kl: Tensor  # (B,), summed over heads and unmasked entries; 0 for deterministic attention

@@ -4,8 +4,10 @@ from bayesformer.attention.build import FAMILIES, build_family
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.core import Attention, Linear, Softmax, masked_softmax
 from bayesformer.attention.dirichlet import Dirichlet
+from bayesformer.attention.edges import Edges
 from bayesformer.attention.family import Family, attention_kl, attention_mode, families
 from bayesformer.attention.gaussian import Gaussian
+from bayesformer.attention.graph import GraphAttention
 from bayesformer.attention.install import install, uninstall
 from bayesformer.attention.lognormal import Lognormal
 from bayesformer.attention.scores import Additive, Gat, ScaledDot
@@ -19,9 +21,11 @@ __all__ = [
     "Contextual",
     "DataDependent",
     "Dirichlet",
+    "Edges",
     "Family",
     "Gat",
     "Gaussian",
+    "GraphAttention",
     "Learned",
     "Linear",
     "Lognormal",

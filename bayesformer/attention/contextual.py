@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from bayesformer.attention.checks import check_positive
 from bayesformer.attention.core import Linear
+from bayesformer.attention.edges import Edges, Visible
 from bayesformer.attention.fused import masked_log_softmax
 
 
@@ -27,9 +28,15 @@ class Contextual(nn.Module):
         check_positive(width=width, hidden=hidden)
         self.inner, self.outer = Linear(width, hidden), Linear(hidden, 1)
 
-    def forward(self, keys: Tensor | None, mask: Tensor) -> Tensor:
-        """From keys (B, H, S, d) to log Ψ, (B, H, 1, S), or (B, H, T, S) if queries see different keys."""
+    def forward(self, keys: Tensor | None, mask: Visible) -> Tensor:
+        """From keys (B, H, S, d) to log Ψ, (B, H, 1, S), or (B, H, T, S) if queries see different keys.
+
+        On a graph from the keys of the nodes, (B, H, N, d), to (B, H, 1, E).
+        """
         if keys is None:
             raise ValueError("keys must be given to a family with a contextual prior; got None.")
         scores = self.outer(F.relu(self.inner(keys.to(self.inner.weight.dtype)))).mT  # (B, H, 1, S)
-        return masked_log_softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), ~mask)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if isinstance(mask, Edges):
+            return mask.log_softmax(scores[..., mask.source])
+        return masked_log_softmax(scores, ~mask)

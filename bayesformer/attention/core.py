@@ -13,17 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesformer.attention.checks import check_positive, check_rate
+from bayesformer.attention.edges import Edges, Visible
 from bayesformer.attention.scores import ScaledDot
 from bayesformer.types import Draw
 
 
-def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
+def masked_softmax(logits: Tensor, mask: Visible) -> Tensor:
     """Softmax over the keys a query may attend to, (B, H, T, S); every other weight is exactly 0.
 
     `mask` is boolean, broadcasts to the logits and is True where attending is allowed. A query without any
     key gets a row of zeros. The fill is the lowest finite number: minus infinity would make such a row 0/0,
     and its NaN would come back through the gradient.
+    With edges, logits are (B, H, 1, E) and a row is what goes into one node.
     """
+    if isinstance(mask, Edges):
+        return mask.softmax(logits)
     hidden = ~mask
     logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
     return F.softmax(logits, -1).masked_fill(hidden, 0.0)
@@ -37,7 +41,7 @@ class Softmax(nn.Module):
         check_rate("dropout", dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, logits: Tensor, mask: Tensor) -> Draw:
+    def forward(self, logits: Tensor, mask: Visible) -> Draw:
         """Weights (B, H, T, S) and a KL of 0, (B,)."""
         return Draw(self.dropout(masked_softmax(logits, mask)), logits.new_zeros(logits.shape[:-3]))
 
@@ -98,6 +102,11 @@ class Attention(nn.Module):
         given = (k,) if getattr(self.family, "wants_keys", False) else ()
         weights, kl = self.family(self.score(q, k), mask, *given)  # (B, H, T, S), (B,)
         return self.out((weights @ v).transpose(-3, -2).flatten(-2)), kl
+
+    @property
+    def width(self) -> int:
+        """d, of a head."""
+        return self.query.out_features // self.heads
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, D) as heads, (B, H, T, d)."""

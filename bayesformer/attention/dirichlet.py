@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from bayesformer.attention.checks import check_above_zero
+from bayesformer.attention.edges import Edges, Visible
 from bayesformer.attention.family import Family
 from bayesformer.attention.fused import (
+    Hidden,
     exponential_,
     hidden_keys,
     hide,
@@ -19,6 +21,7 @@ from bayesformer.attention.fused import (
     in_pieces,
     known,
     masked_log_softmax,
+    row_softmax,
     visible_sum,
 )
 from bayesformer.attention.special import FLOOR, gammas, gammas_and_trigamma, log_gamma_draw, log_surrogate_draw
@@ -75,17 +78,16 @@ class Dirichlet(Family):
         self.prior_sharpness, self.symmetric = prior_sharpness, symmetric
         self.gradient, self.divergence = gradient, divergence
 
-    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:  # noqa: ARG002
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:  # noqa: ARG002
         """Gamma draws in logarithms, and their softmax."""
         hidden = hidden_keys(mask)
-        a = self.spread(logits, mask)  # broadcasts to (B, H, T, 1)
+        a = self.spread(logits, mask)  # broadcasts to (B, H, T, 1), or to (B, H, 1, E) on a graph
         log_alpha = hide((masked_log_softmax(logits, hidden) + a.log()).clamp_min(FLOOR), hidden, FLOOR)
-        log_x = hide(known(DRAWS[self.gradient], log_alpha), hidden, torch.finfo(logits.dtype).min)
-        weights = hide(torch.softmax(log_x, -1), hidden)
+        weights = row_softmax(known(DRAWS[self.gradient], log_alpha), hidden)
         return Draw(weights, self._kl(log_alpha, a, mask, hidden))
 
-    def _kl(self, log_alpha: Tensor, a: Tensor, mask: Tensor, hidden: Tensor | None) -> Tensor:
-        seen = mask.sum(-1, keepdim=True) * (log_alpha.shape[-1] // mask.shape[-1])  # keys of each row, (·, ·, T, 1)
+    def _kl(self, log_alpha: Tensor, a: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
+        seen = _keys_of_rows(mask, log_alpha)  # (·, ·, T, 1), or (E,)
         if self.symmetric:
             a0 = self.prior_sharpness * seen.to(a.dtype)
             total = known(partial(_symmetric_sum, s=self.prior_sharpness, hidden=hidden), log_alpha)
@@ -98,12 +100,21 @@ class Dirichlet(Family):
         if self.divergence == "gamma":
             return total
         of_sum = torch.lgamma(a0.clamp_min(1e-30)) - torch.lgamma(a) + (a - a0) * torch.digamma(a)
+        if isinstance(mask, Edges):  # a row's term, shared out among its edges
+            return total - visible_sum(of_sum / seen, mask, log_alpha.shape)
         return total - visible_sum(of_sum, seen > 0, torch.Size((*log_alpha.shape[:-1], 1)))
 
     def extra_repr(self) -> str:
         """The prior and how it is drawn."""
         kind = "symmetric" if self.symmetric else "centred"
         return f"{kind}, prior_sharpness={self.prior_sharpness:g}, gradient={self.gradient}"
+
+
+def _keys_of_rows(mask: Visible, like: Tensor) -> Tensor:
+    """How many keys a row has: (·, ·, T, 1), or for each edge, (E,)."""
+    if isinstance(mask, Edges):
+        return mask.seen(like)
+    return mask.sum(-1, keepdim=True) * (like.shape[-1] // mask.shape[-1])
 
 
 def _centred_sum(log_alpha: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,10 +135,11 @@ def _centred(log_alpha: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     value = log_gamma0.sub_(log_gamma).addcmul_(rest, digamma).sum(-1, keepdim=True)
     of_r = digamma0.sub_(digamma).mul_(alpha)
     slope = torch.addcmul(r * of_r, rest.mul_(alpha), trigamma)
-    return value, slope, of_r.sum(-1, keepdim=True)
+    # Keys of a row share r. Where a row of numbers is a list of edges, each has that of its node.
+    return value, slope, of_r.sum(-1, keepdim=True) if r.shape[-1] == 1 else of_r
 
 
-def _symmetric_sum(log_alpha: Tensor, s: float, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+def _symmetric_sum(log_alpha: Tensor, s: float, hidden: Hidden) -> tuple[Tensor, Tensor]:
     value, slope = in_pieces(partial(_symmetric, s=s), log_alpha)
     return hide_(value, hidden).sum((-3, -2, -1)), hide_(slope, hidden)
 

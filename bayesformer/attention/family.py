@@ -3,6 +3,9 @@
 A family is a law of attention weights given logits, `family(logits, mask) -> Draw(weights, kl)`; one whose prior
 is read off the keys, `wants_keys`, is called as `family(logits, mask, keys)` with keys (B, H, S, d). It knows no
 model. Axes may stand before B, as that of several draws made together, (L, B, H, T, S).
+
+On a graph, `Edges` stand in for the mask, logits and weights are (B, H, 1, E), and keys are those of the nodes,
+(B, H, N, d).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from bayesformer.attention.checks import check_rate
 from bayesformer.attention.core import masked_softmax
+from bayesformer.attention.edges import Visible
 from bayesformer.types import Draw
 
 Mode: TypeAlias = Literal["draw", "mean"]
@@ -43,7 +47,7 @@ class Family(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.owed: list[Tensor] = []  # the KLs of the latest pass, each (B,)
 
-    def forward(self, logits: Tensor, mask: Tensor, keys: Tensor | None = None) -> Draw:
+    def forward(self, logits: Tensor, mask: Visible, keys: Tensor | None = None) -> Draw:
         """Weights (B, H, T, S) in the dtype of the logits and the KL of each example, (B,)."""
         # bfloat16 has 8 bits, too few for the sum of a row.
         full = torch.promote_types(logits.dtype, torch.float32)
@@ -76,7 +80,7 @@ class Family(nn.Module):
             )
         self.owed = [*self.owed, kl]
 
-    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:
         """Weights and KL for logits in single precision or better."""
         raise NotImplementedError
 

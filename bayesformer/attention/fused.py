@@ -7,35 +7,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from bayesformer.attention.edges import Edges, Visible
+
 LIMIT = 20.0  # e^20 nats per entry is lost anyway; beyond, the exponential goes on as its tangent and stays finite
 
 
-def hidden_keys(mask: Tensor) -> Tensor | None:
+Hidden: TypeAlias = Tensor | Edges | None
+"""What is hidden of a row: where a mask hides, or None for nothing. Edges hide nothing, but say what makes a row."""
+
+
+def hidden_keys(mask: Visible) -> Hidden:
     """Where a mask hides, or None where it hides nothing, which saves the passes that fill.
 
     Asked on a CPU only: elsewhere the answer would have to be waited for.
     """
+    if isinstance(mask, Edges):
+        return mask
     return None if mask.device.type == "cpu" and bool(mask.all()) else ~mask
 
 
-def hide(x: Tensor, hidden: Tensor | None, value: float = 0.0) -> Tensor:
+def hide(x: Tensor, hidden: Hidden, value: float = 0.0) -> Tensor:
     """x with hidden entries set to a value."""
-    return x if hidden is None else x.masked_fill(hidden, value)
+    return x.masked_fill(hidden, value) if isinstance(hidden, Tensor) else x
 
 
-def hide_(x: Tensor, hidden: Tensor | None, value: float = 0.0) -> Tensor:
+def hide_(x: Tensor, hidden: Hidden, value: float = 0.0) -> Tensor:
     """The same in place."""
-    return x if hidden is None else x.masked_fill_(hidden, value)
+    return x.masked_fill_(hidden, value) if isinstance(hidden, Tensor) else x
 
 
-def noisy_softmax(logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: Tensor | None) -> Tensor:
+def row_softmax(x: Tensor, hidden: Hidden) -> Tensor:
+    """Softmax of each row over what is not hidden; the rest, and a row without keys, is exactly 0."""
+    if isinstance(hidden, Edges):
+        return hidden.softmax(x)
+    return hide(torch.softmax(hide(x, hidden, torch.finfo(x.dtype).min), -1), hidden)
+
+
+def row_softmax_(x: Tensor, hidden: Hidden) -> Tensor:
+    """The same without a gradient. Overwrites `x`."""
+    if isinstance(hidden, Edges):
+        return hidden.softmax(x)
+    # A finite fill: with minus infinity a row without keys would be 0/0.
+    return hide_(torch.softmax(hide_(x, hidden, torch.finfo(x.dtype).min), -1), hidden)
+
+
+def noisy_softmax(logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: Hidden) -> Tensor:
     """softmax(logits + scale · noise) over the keys that are not hidden, whose weights are exactly 0.
 
     `noise` is used up. A row without keys is zeros.
@@ -48,11 +71,11 @@ class _NoisySoftmax(Function):
     """∂/∂logits = w (g - Σ w g),  ∂/∂scale = that times the noise."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: Tensor | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: Hidden) -> Tensor:
         learned = isinstance(scale, Tensor) and ctx.needs_input_grad[1]
         noisy = (noise * scale if learned else noise.mul_(scale)).add_(logits)
-        # A finite fill: with minus infinity a row without keys would be 0/0.
-        weights = hide_(torch.softmax(hide_(noisy, hidden, torch.finfo(noisy.dtype).min), -1), hidden)
+        weights = row_softmax_(noisy, hidden)
+        ctx.edges = hidden if isinstance(hidden, Edges) else None
         ctx.shapes = logits.shape, scale.shape if isinstance(scale, Tensor) else None
         ctx.save_for_backward(weights, noise if learned else None)
         return weights
@@ -61,7 +84,10 @@ class _NoisySoftmax(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, noise = ctx.saved_tensors
-        slope = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+        if ctx.edges is None:
+            slope = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+        else:
+            slope = ctx.edges.softmax_backward(grad, weights)
         of_scale = None if noise is None else (slope * noise).sum_to_size(ctx.shapes[1])
         return slope.sum_to_size(ctx.shapes[0]), of_scale, None, None
 
@@ -117,22 +143,24 @@ def exponential_(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.addcmul(slope, slope, beyond), slope
 
 
-def visible_sum(values: Tensor, mask: Tensor, shape: torch.Size) -> Tensor:
+def visible_sum(values: Tensor, mask: Visible, shape: torch.Size) -> Tensor:
     """(B,): the sum of values at visible entries, where values, of at least three axes, and mask broadcast
     to `shape`, (B, H, T, S).
 
     An axis that neither writes out is multiplied, not expanded.
     """
-    product = values.masked_fill(~mask, 0.0)
+    product = values if isinstance(mask, Edges) else values.masked_fill(~mask, 0.0)
     repeats = math.prod(full // own for full, own in zip(shape[-3:], product.shape[-3:], strict=True))
     return (product.sum((-3, -2, -1)) * repeats).expand(shape[:-3])
 
 
-def visible_count(mask: Tensor, like: Tensor) -> Tensor:
+def visible_count(mask: Visible, like: Tensor) -> Tensor:
     """(B,): visible entries of each example."""
     return visible_sum(like.new_ones(1, 1, 1), mask, like.shape)
 
 
-def masked_log_softmax(logits: Tensor, hidden: Tensor | None) -> Tensor:
+def masked_log_softmax(logits: Tensor, hidden: Hidden) -> Tensor:
     """log softmax over the keys that are not hidden; hugely negative, but finite, at those that are."""
+    if isinstance(hidden, Edges):
+        return hidden.log_softmax(logits)
     return torch.log_softmax(hide(logits, hidden, torch.finfo(logits.dtype).min), -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bayesformer.attention.checks import check_above_zero
+from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import Family
 from bayesformer.attention.fused import hidden_keys, noisy_softmax, visible_sum
 from bayesformer.attention.noise import normal
@@ -30,7 +31,7 @@ class Gaussian(Family):
         check_above_zero(prior_sigma=prior_sigma)
         self.spread, self.prior_sigma = spread or Learned(start=prior_sigma), prior_sigma
 
-    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:  # noqa: ARG002
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:  # noqa: ARG002
         """One softmax with noise added to the logits."""
         sigma = self.spread(logits, mask)  # broadcasts to (B, H, T, S)
         weights = noisy_softmax(logits, sigma, normal(logits), hidden_keys(mask))

@@ -24,6 +24,7 @@ from bayesformer.attention.build import build_family
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.core import Attention, Softmax
 from bayesformer.attention.family import Family, families
+from bayesformer.attention.graph import GraphAttention
 from bayesformer.attention.spread import Learned
 from bayesformer.attention.stochastic_multihead import StochasticMultihead
 from bayesformer.errors import unknown_name
@@ -39,8 +40,8 @@ def install(
     """Make a model's softmax attention stochastic, in place; `uninstall` undoes it. Returns the model.
 
     Takes models of transformers that use its attention interface, `nn.MultiheadAttention` and what is built of it,
-    and `Attention` of this library, at any depth. In evaluation mode the model is what it was. With PEFT, install
-    after `get_peft_model`, which freezes the parameters it finds.
+    and `Attention` and `GraphAttention` of this library, at any depth. In evaluation mode the model is what it was.
+    With PEFT, install after `get_peft_model`, which freezes the parameters it finds.
 
     Args:
         model: has attention in it.
@@ -94,12 +95,12 @@ def _chosen(model: nn.Module, names: str) -> list[nn.Module]:
         raise unknown_name("attention module in names:", names, found)
     raise ValueError(
         "model must have softmax attention that can be replaced: a model of transformers that uses its attention "
-        f"interface, nn.MultiheadAttention, or Attention of bayesformer; {type(model).__name__} has none."
+        f"interface, nn.MultiheadAttention, or (graph) attention of bayesformer; {type(model).__name__} has none."
     )
 
 
 def _is_softmax(module: nn.Module) -> bool:
-    if isinstance(module, Attention):
+    if isinstance(module, Attention | GraphAttention):
         return isinstance(module.family, Softmax)
     return type(module) is nn.MultiheadAttention  # a subclass may do anything
 
@@ -111,8 +112,8 @@ def _made(build: BuildFamily, site: nn.Module) -> Family:
             option = "add_bias_kv" if site.bias_k is not None else "add_zero_attn"
             raise ValueError(f"{option} must be False in nn.MultiheadAttention with stochastic attention; got True.")
         made = build(site.num_heads, site.head_dim)
-    elif isinstance(site, Attention):
-        made = build(site.heads, site.query.out_features // site.heads)
+    elif isinstance(site, Attention | GraphAttention):
+        made = build(site.heads, site.width)
     else:
         made = build(*hf.size(site))
     if made.dropout.p:
@@ -122,7 +123,7 @@ def _made(build: BuildFamily, site: nn.Module) -> Family:
 
 
 def _attach(site: nn.Module, family: Family) -> None:
-    if isinstance(site, Attention):
+    if isinstance(site, Attention | GraphAttention):
         family.dropout = site.family.dropout  # type: ignore[assignment]
         site.family = family
         setattr(site, BEFORE, None)
@@ -149,7 +150,7 @@ def _switch(model: nn.Module) -> None:
 
 
 def _restore(module: nn.Module, before: Any) -> None:
-    if isinstance(module, Attention):
+    if isinstance(module, Attention | GraphAttention):
         softmax = Softmax().train(module.family.training)
         softmax.dropout = module.family.dropout  # type: ignore[assignment]
         module.family = softmax

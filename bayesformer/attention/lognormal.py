@@ -13,8 +13,9 @@ from torch import Tensor
 
 from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.contextual import Contextual
+from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import Family
-from bayesformer.attention.fused import hidden_keys, hide_, known, noisy_softmax, visible_count
+from bayesformer.attention.fused import Hidden, hidden_keys, hide_, known, noisy_softmax, visible_count
 from bayesformer.attention.noise import normal
 from bayesformer.types import Draw
 
@@ -51,7 +52,7 @@ class Lognormal(Family):
         """A draw of log S, before a row is normalised; E[S] = exp(logits)."""
         return logits + self.sigma * normal(logits) - self.sigma**2 / 2
 
-    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
         weights = noisy_softmax(logits, self.sigma, normal(logits), hidden)
@@ -61,7 +62,7 @@ class Lognormal(Family):
             away = logits - self.contextual(keys, mask).exp() - self.sigma**2 / 2
         return Draw(weights, self._kl(away, mask, hidden))
 
-    def _kl(self, away: Tensor, mask: Tensor, hidden: Tensor | None) -> Tensor:
+    def _kl(self, away: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
         """From the distance of the two locations, (B, H, T, S)."""
         # Ratios are squared, not squares divided: σ₀ may be 1e15 and σ 1e-15.
         each = math.log(self.prior_sigma) - math.log(self.sigma) + 0.5 * (self.sigma / self.prior_sigma) ** 2 - 0.5

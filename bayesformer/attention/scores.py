@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesformer.attention.checks import check_positive
+from bayesformer.attention.edges import Edges
 
 
 class ScaledDot(nn.Module):
@@ -61,6 +62,14 @@ class Gat(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
         """From (B, H, T, d) and (B, H, S, d) to (B, H, T, S)."""
-        of_query = (q * self.a[:, None]).sum(-1, keepdim=True)  # (B, H, T, 1)
-        of_key = (k * self.b[:, None]).sum(-1).unsqueeze(-2)  # (B, H, 1, S)
-        return F.leaky_relu(of_query + of_key, self.slope)
+        of_query, of_key = self._parts(q, k)
+        return F.leaky_relu(of_query.unsqueeze(-1) + of_key.unsqueeze(-2), self.slope)
+
+    def along(self, q: Tensor, k: Tensor, edges: Edges) -> Tensor:
+        """From the nodes' (B, H, N, d) to one logit per edge, (B, H, 1, E)."""
+        of_query, of_key = self._parts(q, k)
+        logits = F.leaky_relu(of_query[..., edges.target] + of_key[..., edges.source], self.slope)
+        return logits.unsqueeze(-2)
+
+    def _parts(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q * self.a[:, None]).sum(-1), (k * self.b[:, None]).sum(-1)  # (B, H, T), (B, H, S)

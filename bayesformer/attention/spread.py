@@ -1,7 +1,8 @@
 """How wide a family's law is: a learned number, or one that depends on the data ("DD").
 
 A spread is a positive number per entry of the logits, for the standard deviation of Gaussian logits, or per row, for
-the sharpness of a Dirichlet. It sees a row's visible logits and nothing else.
+the sharpness of a Dirichlet. It sees a row's visible logits and nothing else. On a graph a row's number stands at
+each of its edges.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from bayesformer.attention.checks import check_above_zero, check_positive
 from bayesformer.attention.core import Linear
+from bayesformer.attention.edges import Edges, Visible
 from bayesformer.attention.fused import masked_log_softmax
 
 
@@ -52,11 +54,11 @@ class Learned(Spread):
         """Back to the start."""
         nn.init.constant_(self.rho, inverse_softplus(self.start))
 
-    def forward(self, logits: Tensor, mask: Tensor) -> Tensor:  # noqa: ARG002
+    def forward(self, logits: Tensor, mask: Visible) -> Tensor:
         """softplus(ρ) at the positions there are."""
         rho: Tensor = self.rho
         if self.length is not None:
-            _check_length(self.length, *logits.shape[-2:])
+            _check_length(self.length, mask, *logits.shape[-2:])
             rho = rho[:, : logits.shape[-2], : logits.shape[-1]]
         return F.softplus(rho.to(logits.dtype))
 
@@ -75,8 +77,10 @@ class DataDependent(Spread):
         self.row, self.out = Linear(3, hidden), Out(hidden, 1, start)
         self.entry = None if per_row else Linear(1, hidden, bias=False)
 
-    def forward(self, logits: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, mask: Visible) -> Tensor:
         """(B, H, T, S), or (B, H, T, 1)."""
+        if isinstance(mask, Edges):
+            return self._along(logits, mask)
         log_m = masked_log_softmax(logits, ~mask)
         dtype = self.out.weight.dtype
         inner = self.row(row_features(log_m, mask).to(dtype))  # (B, H, T, hidden)
@@ -85,6 +89,14 @@ class DataDependent(Spread):
             inner = inner.unsqueeze(-2) + self.entry(own)  # (B, H, T, S, hidden)
         raw = self.out(F.relu(inner)).to(logits.dtype)
         return F.softplus(raw if self.per_row else raw.squeeze(-1))
+
+    def _along(self, logits: Tensor, edges: Edges) -> Tensor:
+        """(B, H, 1, E)."""
+        log_m, dtype = edges.log_softmax(logits), self.out.weight.dtype
+        inner = self.row(node_features(log_m, edges).to(dtype))[..., edges.target, :]  # (B, H, 1, E, hidden)
+        if self.entry is not None:
+            inner = inner + self.entry(log_m.unsqueeze(-1).to(dtype))
+        return F.softplus(self.out(F.relu(inner)).to(logits.dtype).squeeze(-1))
 
 
 class RowNetwork(Spread):
@@ -96,10 +108,11 @@ class RowNetwork(Spread):
         self.length = length
         self.inner, self.out = Linear(length, hidden), Out(hidden, 1 if per_row else length, start)
 
-    def forward(self, logits: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, mask: Visible) -> Tensor:
         """(B, H, T, S), or (B, H, T, 1)."""
         keys = logits.shape[-1]
-        _check_length(self.length, keys)
+        _check_length(self.length, mask, keys)
+        assert isinstance(mask, Tensor)
         row = F.pad(logits.masked_fill(~mask, 0.0), (0, self.length - keys))
         raw = self.out(F.relu(self.inner(row.to(self.inner.weight.dtype)))).to(logits.dtype)
         return F.softplus(raw if self.per_row else raw[..., :keys])
@@ -127,11 +140,21 @@ def row_features(log_m: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([entropy, largest, count.clamp_min(1).log()], -1)
 
 
+def node_features(log_m: Tensor, edges: Edges) -> Tensor:
+    """(B, H, 1, N, 3): the same of the edges into each node."""
+    count = edges.sum(torch.ones_like(log_m))
+    entropy = -edges.sum(log_m.exp() * log_m)
+    largest = edges.largest(log_m).masked_fill(count == 0, 0.0)
+    return torch.stack([entropy, largest, count.clamp_min(1).log()], -1)
+
+
 def inverse_softplus(value: float) -> float:
     """ρ with softplus(ρ) = value."""
     return value + math.log(-math.expm1(-value))
 
 
-def _check_length(length: int, *sizes: int) -> None:
+def _check_length(length: int, mask: Visible, *sizes: int) -> None:
+    if isinstance(mask, Edges):
+        raise ValueError(f"length must be None on a graph, whose edges have no position; got {length}.")
     if max(sizes) > length:
         raise ValueError(f"a spread of length={length} must see no longer sequence; got {max(sizes)} positions.")

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.contextual import Contextual
+from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import Family
 from bayesformer.attention.fused import (
+    Hidden,
     exponential_,
     hidden_keys,
     hide,
@@ -61,7 +63,7 @@ class Weibull(Family):
         """A draw of log S, before a row is normalised; E[S] = exp(logits)."""
         return logits + self._noise(logits) / self.k - math.lgamma(1 + 1 / self.k)
 
-    def draw(self, logits: Tensor, mask: Tensor, keys: Tensor | None) -> Draw:
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
         weights = noisy_softmax(logits, 1 / self.k, self._noise(logits), hidden)
@@ -82,7 +84,7 @@ class Weibull(Family):
     def _constant(self) -> float:
         return math.log(self.k) - EULER - 1
 
-    def _kl(self, logits: Tensor, mask: Tensor, hidden: Tensor | None) -> Tensor:
+    def _kl(self, logits: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
         each = self.alpha * self._slope + math.lgamma(self.alpha) + self._constant
 
         def varying(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +95,7 @@ class Weibull(Family):
 
         return known(varying, logits) + each * visible_count(mask, logits)
 
-    def _contextual_kl(self, logits: Tensor, mask: Tensor, hidden: Tensor | None, log_alpha: Tensor) -> Tensor:
+    def _contextual_kl(self, logits: Tensor, mask: Visible, hidden: Hidden, log_alpha: Tensor) -> Tensor:
         alpha = log_alpha.exp()
         # log Γ(α) = log Γ(1 + α) - log α: where the softmax underflows, α is 0 and its logarithm is not infinite.
         each = alpha * self._slope + torch.lgamma(1 + alpha) - log_alpha + self._constant

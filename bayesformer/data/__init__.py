@@ -1,5 +1,5 @@
 """Data sets as tensors, each module one of them."""
 
-from bayesformer.data import digits, imdb, regression, toy
+from bayesformer.data import digits, graphs, imdb, planetoid, regression, toy
 
-__all__ = ["digits", "imdb", "regression", "toy"]
+__all__ = ["digits", "graphs", "imdb", "planetoid", "regression", "toy"]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import attention_kl, build_family, install
-from bayesformer.methods.members import buffers_of, facts_of, run, task_of
+from bayesformer.dropout import set_dropout
+from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, task_of
 from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.posterior import Posterior
+from bayesformer.settings import LATER
 from bayesformer.weights import Samples
 
 STEPS = "attention_steps"
@@ -52,7 +54,15 @@ class Attention:
     subset: str = "*"
     """name pattern of the attention modules that become stochastic"""
     draws: int = 30
-    """forward passes per prediction"""
+    """forward passes per prediction; 0 predicts by mean attention, without noise"""
+    keep_dropout: bool = field(default=True, metadata=LATER)
+    """whether dropout, too, stays on in these passes"""
+    weight_prior: str | dict[str, str] | None = field(default=None, metadata=LATER)
+    """law of the other weights, as for map; none leaves them free"""
+    early_stopping: bool = field(default=False, metadata=LATER)
+    """whether to keep the epoch at which mean attention scores best on validation data"""
+
+    AFTER_TRAINING: ClassVar[tuple[str, ...]] = ("draws", "keep_dropout")
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -60,9 +70,11 @@ class Attention:
             temperature=self.temperature >= 0,
             rho=self.rho > 0,
             annealing=self.annealing in {"none", "linear", "sigmoid"},
-            draws=self.draws >= 1,
+            draws=self.draws >= 0,
         )
         build_family(self.family, **self._settings)
+        if self.weight_prior is not None:
+            prior_of(self.weight_prior)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -79,8 +91,12 @@ class Attention:
         """Ascend the evidence lower bound, one draw per step."""
         cost = Cost(len(problem.data), self.temperature, self.annealing, self.rho)
         # A bound on the evidence needs no early stopping, and the score of mean attention would be another's.
-        task = task_of(problem, "attention", validation=None, prepare=self.wrap, penalty=cost)
+        validation = problem.validation if self.early_stopping else None
+        prior = None if self.weight_prior is None else prior_of(self.weight_prior)
+        task = task_of(problem, "attention", validation=validation, prior=prior, prepare=self.wrap, penalty=cost)
         model, result = run(task, 1, problem)
+        if not self.keep_dropout:
+            set_dropout(model, 0.0)
         facts = facts_of("attention", self, problem, result)
         weights = Samples(result["theta"], buffers_of(result))
         return Posterior(model, problem.likelihood, weights, noisy_draws=self.draws, facts=facts)

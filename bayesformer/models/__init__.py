@@ -1,5 +1,6 @@
 """Readable reference models. Any other `nn.Module` will do as well."""
 
+from bayesformer.models.gat import GraphAttentionNetwork
 from bayesformer.models.tabular import FeatureTransformer, MlpRegressor
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
 from bayesformer.models.vit import VisionTransformer
@@ -7,6 +8,7 @@ from bayesformer.models.vit import VisionTransformer
 __all__ = [
     "Encoder",
     "FeatureTransformer",
+    "GraphAttentionNetwork",
     "MlpRegressor",
     "Regressor",
     "SequenceClassifier",

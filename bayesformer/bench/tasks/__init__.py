@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from bayesformer.bench.tasks.digits import DigitsVit
+from bayesformer.bench.tasks.graph import CitationGraph
 from bayesformer.bench.tasks.imdb import ImdbReviews
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
 from bayesformer.bench.tasks.regression import TabularRegression
@@ -17,6 +18,7 @@ from bayesformer.data import toy
 
 __all__ = [
     "TASKS",
+    "CitationGraph",
     "DigitsVit",
     "Evaluation",
     "ImdbReviews",
@@ -31,6 +33,10 @@ TASKS: dict[str, Callable[[], Task]] = {
     **{f"toy/{name}": partial(ToySeries, name) for name in toy.SERIES},
     "digits": DigitsVit,
     "imdb": ImdbReviews,
+    # Pubmed, which has 60 labels, gets 8 heads in the last layer and another rate in the paper.
+    "graph/cora": partial(CitationGraph, "cora"),
+    "graph/citeseer": partial(CitationGraph, "citeseer"),
+    "graph/pubmed": partial(CitationGraph, "pubmed", out_heads=8, lr=0.01),
     "regression/diabetes": partial(TabularRegression, "diabetes"),
     **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
 }

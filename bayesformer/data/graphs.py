@@ -1,0 +1,36 @@
+"""One graph whose nodes are classified, some of them with labels to learn from."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from bayesformer.dataset import Data
+
+
+class Graph(NamedTuple):
+    """N nodes, the edges between them, a class for each, and which nodes are for what."""
+
+    x: Tensor  # (N, F)
+    edge_index: Tensor  # (2, E), sources above targets
+    y: Tensor  # (N,)
+    train: Tensor  # (N,) boolean, as are the next two
+    validation: Tensor
+    test: Tensor
+
+    def part(self, mask: Tensor) -> Data:
+        """The whole graph as the one example there is; only the classes of nodes in the mask count.
+
+        Learning is transductive: all parts have the same inputs, features of test nodes included.
+        """
+        return Data({"x": self.x[None], "edge_index": self.edge_index[None]}, self.y[None], mask[None])
+
+
+def from_geometric(graph: Any) -> Graph:
+    """From a PyTorch Geometric `Data`, or anything with its names."""
+    names = ("x", "edge_index", "y", "train_mask", "val_mask", "test_mask")
+    missing = [name for name in names if not isinstance(getattr(graph, name, None), Tensor)]
+    if missing:
+        raise ValueError(f"graph must have the tensors {', '.join(names)}; it lacks {', '.join(missing)}.")
+    return Graph(*(getattr(graph, name) for name in names))
