@@ -7,7 +7,6 @@ each attention module holds a family of its own, and the function asks that.
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,7 +71,6 @@ def _valid(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return allowed.any(-2).unsqueeze(-1)
 
 
-@cache
 def uses_interface(kind: type[nn.Module]) -> bool:
     """Whether modules of a class look their attention function up in the interface.
 
@@ -143,7 +141,6 @@ def call_begins(site: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     setattr(site, ITSELF, all(given.get(name) is None for name in ELSEWHERE))
 
 
-@cache
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]  # without self
 

@@ -95,7 +95,7 @@ def _chosen(model: nn.Module, names: str) -> list[nn.Module]:
         raise unknown_name("attention module in names:", names, found)
     raise ValueError(
         "model must have softmax attention that can be replaced: a model of transformers that uses its attention "
-        f"interface, nn.MultiheadAttention, or (graph) attention of bayesformer; {type(model).__name__} has none."
+        f"interface, nn.MultiheadAttention, or Attention of bayesformer; {type(model).__name__} has none."
     )
 
 

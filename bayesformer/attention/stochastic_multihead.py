@@ -21,7 +21,7 @@ class StochasticMultihead(nn.MultiheadAttention):
     attention_family: Family
 
     @property
-    def _qkv_same_embed_dim(self) -> bool:  # type: ignore[override]
+    def _qkv_same_embed_dim(self) -> bool:
         """Always False: with it nn.TransformerEncoderLayer would go its fast path, past this module."""
         return False
 
