@@ -241,6 +241,13 @@ def test_grouped_heads_have_a_prior_of_their_keys():
     assert all(f.contextual.inner.weight.grad.abs().sum() > 0 for f in families(model))
 
 
+def test_each_group_of_heads_has_its_own_keys():
+    config = llama_config(hidden_size=16, num_attention_heads=4, num_key_value_heads=2)
+    model, ids = transformers.LlamaModel(config).eval(), torch.randint(V, (B, T))
+    expected = model(ids).last_hidden_state
+    torch.testing.assert_close(install(model)(ids).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["bert", "torch"])
 def test_families_are_saved_with_the_model(name):
     entry, mask, x = MODELS[name], padding(), torch.randn(B, T, D)
