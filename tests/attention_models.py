@@ -30,9 +30,8 @@ def gpt2_config(**options):
 
 
 def llama_config(**options):
-    return transformers.LlamaConfig(
-        vocab_size=V, num_key_value_heads=1, max_position_embeddings=16, **IDS, **SMALL, **options
-    )
+    sizes = {**SMALL, "num_key_value_heads": 1, **options}
+    return transformers.LlamaConfig(vocab_size=V, max_position_embeddings=16, initializer_range=0.5, **IDS, **sizes)
 
 
 def bart():
