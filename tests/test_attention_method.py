@@ -183,7 +183,7 @@ def test_no_family_beats_the_oracle(name):
         ({"prior": "contextual", "prior_location": 1.0}, "prior_location must be left out with a contextual prior"),
         ({"spread": -1.0}, "k must be positive and finite; got -1.0"),
         ({"rho": 0.0}, "attention.rho is out of range; got 0.0"),
-        ({"draws": 0}, "attention.draws is out of range; got 0"),
+        ({"draws": -1}, "attention.draws is out of range; got -1"),
         ({"annealing": "cosine"}, "attention.annealing is out of range; got cosine"),
     ],
 )
