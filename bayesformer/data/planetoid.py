@@ -36,7 +36,7 @@ def load(name: str, normalise: bool = True) -> Graph:
         raise unknown_name("citation graph", name, GRAPHS)
     path = _path(name)
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return _graph({key: stored[key] for key in stored.files}, normalise)
     except (zipfile.BadZipFile, OSError, EOFError, KeyError, IndexError, ValueError) as error:
         raise DamagedFileError(f"graph {path} cannot be read: {type(error).__name__}: {error}.") from error
