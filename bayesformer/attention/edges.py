@@ -58,9 +58,8 @@ class Edges:
         """Over each row of (..., E)."""
         # The largest cancels: no gradient has to go through it.
         shifted = logits - self.spread(self.largest(logits.detach()))
-        # An empty row sums to 0. No edge asks for its logarithm, but its gradient would be 0 times infinity.
-        total = self.sum(shifted.exp()).clamp_min(torch.finfo(logits.dtype).tiny)
-        return shifted - self.spread(total.log())
+        # An empty row has the logarithm of 0, but no edge asks for it or for its gradient.
+        return shifted - self.spread(self.sum(shifted.exp()).log())
 
     def softmax(self, logits: Tensor) -> Tensor:
         """Over each row of (..., E)."""
