@@ -6,12 +6,15 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer.methods import METHODS, build_method, wrap
+from bayesformer.models.tabular import FeatureTransformer
+from bayesformer.models.transformer import Encoder
 from bayesformer.network import FlatModel
 from bayesformer.train import Collect
 from bayesformer.weights import GaussianWeights
 from tests.nets import Mlp, Normed, blobs
 
 SMALL = {
+    "attention": {"draws": 3},
     "ensemble": {"members": 2},
     "mc_dropout": {"draws": 3},
     "mean_field": {"draws": 3},
@@ -22,8 +25,17 @@ SMALL = {
 FAST = bf.Training(epochs=4, batch_size=16, lr=0.02, warmup=5)
 
 
-def fit(name, model=Mlp, data=None, training=FAST, **settings):
+def tokens():
+    """Two logits from three features, by attention."""
+    return FeatureTransformer(Encoder(dim=8, depth=1, heads=2, max_length=4), features=3)
+
+
+MODELS = {"attention": tokens}
+
+
+def fit(name, model=None, data=None, training=FAST, **settings):
     method = build_method(name, {**SMALL.get(name, {}), **settings})
+    model = model or MODELS.get(name, Mlp)
     return bf.fit(model, data or blobs(60), likelihood="categorical", method=method, training=training, workers=1)
 
 
@@ -35,7 +47,7 @@ def test_every_method_gives_a_posterior_that_predicts_saves_and_repeats(name, tm
     torch.testing.assert_close(probs.sum(-1), torch.ones(5))
     assert torch.equal(fit(name).predict(x).probs, probs)
     method = build_method(name, SMALL.get(name))
-    loaded = bf.Posterior.load(posterior.save(tmp_path / "p"), wrap(method, Mlp()))
+    loaded = bf.Posterior.load(posterior.save(tmp_path / "p"), wrap(method, MODELS.get(name, Mlp)()))
     assert torch.equal(loaded.predict(x).probs, probs)
     assert posterior.facts["method"]["name"] == name
     assert posterior.facts["seconds"] > 0
@@ -57,7 +69,7 @@ def test_mean_field_on_a_subset_has_random_weights_there_only():
     assert posterior.model.layout.names == ("net.3.weight", "net.3.bias")
 
 
-GAUSSIAN = {"vi": {}, "mean_field": {}, "ivon": {}, "swag": {"rank": 0}, "ekf": {}, "laplace": {}}
+GAUSSIAN = {"vi": {}, "mean_field": {}, "ivon": {}, "swag": {"rank": 0, "every": 1}, "ekf": {}, "laplace": {}}
 
 
 @pytest.mark.parametrize("way", ["streamlined", "linearised", "sampled"])
