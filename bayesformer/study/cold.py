@@ -129,7 +129,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             scores = curve(mine, name)
             at, one = scores[best], scores.get(1.0, (math.nan, 0.0))
             base = "–" if baseline is None else f"{baseline.mean:.3f}"
-            rows.append(
-                f"| {task} | {label} | {best:g} | {at[0]:.3f} ± {at[1]:.3f} | {one[0]:.3f} ± {one[1]:.3f} | {base} |"
-            )
+            rows.append(f"| {task} | {label} | {best:g} | {_told(at)} | {_told(one)} | {base} |")
     return "\n".join(rows)
+
+
+def _told(value: tuple[float, float]) -> str:
+    mean, spread = value
+    return f"{mean:.3f} ± {spread:.3f}" if spread else f"{mean:.3f}"  # one seed has no spread
