@@ -260,3 +260,14 @@ def test_wrong_input_is_named():
     with pytest.raises(ValueError, match="structure must have the 12 weights of the old block; got 3"):
         absorb(blocks()["dense"], DenseCurvature(positive(3)), num_old=1, num_new=1)
     assert isinstance(blocks()["dense"], Dense)
+
+
+def test_a_dense_curvature_that_rounding_made_indefinite_still_has_a_posterior():
+    """At a low temperature an eigenvalue of -1e-7 weighs more than the prior."""
+    basis = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0]
+    values = torch.tensor([2.0, 1.0, 0.5, -1e-7], dtype=torch.float64)
+    curvature, prior, scale = DenseCurvature((basis * values) @ basis.mT), torch.tensor(1.0, dtype=torch.float64), 1e8
+    exact = (basis / (scale * values.clamp_min(0) + 1)) @ basis.mT
+    tril = curvature.posterior(prior, scale).tril
+    torch.testing.assert_close(tril @ tril.mT, exact)
+    torch.testing.assert_close(curvature.log_det(prior, scale), (scale * values.clamp_min(0) + 1).log().sum())

@@ -54,19 +54,23 @@ class DenseCurvature:
         """p."""
         return len(self.matrix)
 
-    def _precision(self, prior: Tensor, scale: float | Tensor) -> Tensor:
-        matrix = scale * self.matrix.double()
-        return matrix + prior.double().expand(self.size).diag()
+    def _factor(self, prior: Tensor, scale: float | Tensor) -> Tensor:
+        """The Cholesky factor of the precision, in float64."""
+        own, matrix = prior.double().expand(self.size).diag(), self.matrix.double()
+        factor, failed = torch.linalg.cholesky_ex(scale * matrix + own)
+        if failed:  # sums in single precision leave eigenvalues a little below 0, which a large scale makes large
+            values, vectors = torch.linalg.eigh(matrix)
+            factor = torch.linalg.cholesky(scale * (vectors * values.clamp_min(0)) @ vectors.mT + own)
+        return factor
 
     def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Dense:
         """The Cholesky factor of the inverse, in float64 on the way."""
-        factor = torch.linalg.cholesky(self._precision(prior, scale))
-        covariance = torch.cholesky_inverse(factor)
+        covariance = torch.cholesky_inverse(self._factor(prior, scale))
         return Dense(torch.linalg.cholesky((covariance + covariance.mT) / 2).to(self.matrix.dtype))
 
     def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """By Cholesky."""
-        return 2 * torch.linalg.cholesky(self._precision(prior, scale)).diagonal().log().sum()
+        return 2 * self._factor(prior, scale).diagonal().log().sum()
 
     def diagonal(self) -> Tensor:
         """The diagonal."""
