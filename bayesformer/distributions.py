@@ -31,6 +31,17 @@ class Distribution(Protocol):
         ...
 
 
+def write_score(law: Distribution, x: Tensor, out: Tensor, weight: float) -> Tensor:
+    """Put weight · score into `out`; returns the log density of each row, (...,) from (..., P)."""
+    if isinstance(law, Normal):  # the usual prior of millions of weights: two passes instead of eight
+        z = x if law.loc == 0 else x - law.loc
+        torch.mul(z, -weight / law.scale**2, out=out)
+        constant = x.shape[-1] * math.log(law.scale * math.sqrt(2 * math.pi))
+        return torch.linalg.vecdot(z, z).mul(-0.5 / law.scale**2).sub(constant)
+    torch.mul(law.score(x), weight, out=out)
+    return law.log_prob(x).sum(-1)
+
+
 def _check_scale(name: str, scale: float) -> None:
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"{name}.scale must be positive and finite; got {scale}.")

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from bayesformer.dataset import map_inputs
-from bayesformer.distributions import Distribution
+from bayesformer.distributions import Distribution, write_score
 from bayesformer.functional import THETA, pieces
 from bayesformer.likelihoods import Likelihood
 from bayesformer.priors import Prior
@@ -196,23 +196,25 @@ class FlatModel:
 class FlatPrior:
     """A prior on the flat vector: value and gradient in a few passes, neighbours of one law as one stretch."""
 
-    def __init__(self, prior: Prior, layout: Layout) -> None:
-        laws, self.runs = prior.assign(layout.names), list[tuple[slice, Distribution]]()
+    def __init__(self, prior: Prior | None, layout: Layout) -> None:
+        laws = dict.fromkeys(layout.names) if prior is None else prior.assign(layout.names)
+        self.runs = list[tuple[slice, Distribution | None]]()
         start = 0
         sized = zip(layout.names, layout.sizes, strict=True)
         for law, group in groupby(sized, key=lambda item: laws[item[0]]):
             stop = start + sum(size for _, size in group)
-            if law is not None:
-                self.runs.append((slice(start, stop), law))
+            self.runs.append((slice(start, stop), law))
             start = stop
 
-    def add(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
-        """Add scale · gradient to `grad`; returns scale · log prior, () or (L,)."""
+    def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
+        """Put scale · gradient into `grad`; returns scale · log prior, () or (L,)."""
         value = theta.new_zeros(theta.shape[:-1])
         for run, law in self.runs:
+            if law is None:
+                grad[..., run].zero_()
+                continue
             for weights, slope in pieces(theta[..., run], grad[..., run]):
-                slope.add_(law.score(weights), alpha=scale)
-                value = value + law.log_prob(weights).sum(-1)
+                value = value + write_score(law, weights, slope, scale)
         return scale * value
 
 
@@ -234,7 +236,7 @@ class FlatLogJoint:
     ) -> None:
         self.model, self.likelihood, self.prior, self.num_data = model, likelihood, prior, num_data
         self.penalty = penalty  # e.g. the KL of random weights, read off the module after its forward pass
-        self.flat_prior = None if prior is None else FlatPrior(prior, model.layout)
+        self.flat_prior = FlatPrior(prior, model.layout)
         self.pure = log_joint(model.module, likelihood, prior, num_data)
         self.likelihood_part = log_joint(model.module, likelihood, None, num_data)
 
@@ -249,16 +251,14 @@ class FlatLogJoint:
             return self._batched(theta, batch)
         model = self.model
         model.load(theta)
-        model.grad.zero_()
+        # The prior's gradient in the place of zeros, on which the likelihood's is added: a pass over the weights less.
+        total = self.flat_prior.write(model.theta, model.grad, 1 / self.num_data)
         outputs = model(batch.inputs)
         value = self.likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
         if self.penalty is not None:
             value = value - self.penalty(model.module) / self.num_data
         value.backward()
-        total = value.detach()
-        if self.flat_prior is not None:
-            total = total + self.flat_prior.add(model.theta, model.grad, 1 / self.num_data)
-        return total, outputs.detach(), {THETA: model.grad}
+        return total + value.detach(), outputs.detach(), {THETA: model.grad}
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Params]:
         leaves = {k: v.detach().requires_grad_() for k, v in self.model.layout.views(theta).items()}
@@ -266,10 +266,9 @@ class FlatLogJoint:
         with batching():
             values, outputs = torch.vmap(self.likelihood_part, in_dims=(0, axes))(leaves, batch)
         gradients = torch.autograd.grad(values.sum(), list(leaves.values()))
-        grad, total = torch.cat([g.flatten(1) for g in gradients], 1), values.detach()
-        if self.flat_prior is not None:
-            total = total + self.flat_prior.add(theta, grad, 1 / self.num_data)
-        return total, outputs, {THETA: grad}
+        grad = torch.empty_like(theta)
+        total = values.detach() + self.flat_prior.write(theta, grad, 1 / self.num_data)
+        return total, outputs, {THETA: grad.add_(torch.cat([g.flatten(1) for g in gradients], 1))}
 
 
 def batched_outputs(model: nn.Module, params: Params, inputs: Inputs) -> Tensor:

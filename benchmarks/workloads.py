@@ -52,6 +52,9 @@ def minilm() -> Workload | None:
     def build() -> nn.Module:
         from transformers import BertForSequenceClassification
 
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
         logging.getLogger("transformers").setLevel(logging.ERROR)  # the head is new, as it says at length
         return BertForSequenceClassification.from_pretrained(folder, num_labels=2)
 
@@ -59,4 +62,4 @@ def minilm() -> Workload | None:
     ids = torch.randint(1000, 20000, (8, 64))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch = Batch(inputs, torch.randint(0, 2, (8,)))
-    return Workload("MiniLM", build, Categorical(), batch, num_data=4000, rounds=5, steps=1)
+    return Workload("MiniLM", build, Categorical(), batch, num_data=4000, rounds=15, steps=1)

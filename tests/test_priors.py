@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.distributions import Cauchy, Laplace, Logistic, Normal, StudentT
+from bayesformer.distributions import Cauchy, Laplace, Logistic, Normal, StudentT, write_score
 from bayesformer.priors import Prior, as_prior, parse_law
 from tests.laws import assert_law
 
@@ -30,6 +30,15 @@ def test_score_is_the_derivative_of_the_log_density(law, reference):
     x = torch.linspace(-5, 5, 101, dtype=torch.float64, requires_grad=True)
     (exact,) = torch.autograd.grad(law.log_prob(x).sum(), x)
     torch.testing.assert_close(law.score(x.detach()), exact)
+
+
+@pytest.mark.parametrize("rows", [(), (3,)], ids=["vector", "members"])
+@pytest.mark.parametrize("law", [law for law, _ in LAWS] + [Normal(0.0, 2.0)], ids=repr)
+def test_writing_the_score(law, rows):
+    x, out = torch.randn(2, *rows, 7, dtype=torch.float64)
+    value = write_score(law, x, out, 0.3)
+    torch.testing.assert_close(out, 0.3 * law.score(x))
+    torch.testing.assert_close(value, law.log_prob(x).sum(-1))
 
 
 @pytest.mark.parametrize(("law", "reference"), LAWS, ids=lambda x: type(x).__name__)

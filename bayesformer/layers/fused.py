@@ -32,7 +32,7 @@ class _GaussianLinear(torch.autograd.Function):
         noise = torch.randn_like(sd)
         out = F.linear(x, weight, bias).addcmul_(sd, noise)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(x, weight, scale, floor, noise.div_(sd).mul_(0.5))
+            ctx.save_for_backward(x, weight, scale, floor, noise.div_(sd))
         return out
 
     @staticmethod
@@ -42,19 +42,19 @@ class _GaussianLinear(torch.autograd.Function):
             sd = F.linear(x * x, scale * scale, floor).sqrt()
             slope = (slope * sd).detach() / sd
         wants_x, wants_weight, wants_bias, wants_scale, wants_floor = ctx.needs_input_grad
-        by_variance = slope * by_out
+        twice = slope * by_out  # 2 ∂/∂v: the 2 of every square cancels
         by_x = by_weight = by_scale = None
         if wants_x:
-            by_x = (by_out @ weight).addcmul_(by_variance @ (scale * scale), x, value=2)
-        rows, out, variance = (t.reshape(-1, t.shape[-1]) for t in (x, by_out, by_variance))
+            by_x = (by_out @ weight).addcmul_(twice @ (scale * scale), x)
+        rows, out, both = (t.reshape(-1, t.shape[-1]) for t in (x, by_out, twice))
         if wants_weight:
             by_weight = out.mT @ rows
         if wants_scale:
-            by_scale = (variance.mT @ (rows * rows)).mul_(scale).mul_(2)
+            by_scale = (both.mT @ (rows * rows)).mul_(scale)
         return (
             by_x,
             by_weight,
             out.sum(0) if wants_bias else None,
             by_scale,
-            variance.sum(0) if wants_floor else None,
+            both.sum(0) / 2 if wants_floor else None,
         )
