@@ -51,7 +51,6 @@ def minilm() -> Workload | None:
 
     def build() -> nn.Module:
         from transformers import BertForSequenceClassification
-
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
