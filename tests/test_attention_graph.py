@@ -5,7 +5,9 @@ import torch
 
 import bayesformer as bf
 from bayesformer.attention import Edges, Gaussian, GraphAttention, Learned, RowNetwork, attention_mode, noise
+from bayesformer.attention.edges import Rows
 from bayesformer.attention.scores import Gat
+from bayesformer.data.graphs import Graph, compressed_rows
 from bayesformer.models import GraphAttentionNetwork
 from bayesformer.types import Draw
 from tests.attention_zoo import FAMILIES, STOCHASTIC, B, H, d
@@ -87,6 +89,52 @@ def test_a_layer_is_the_dense_product(name, same_noise):
     dense = layer.family(layer.score(h, h), mask_of(e), *given)
     torch.testing.assert_close(out, (dense.weights @ h).transpose(1, 2).flatten(-2))
     torch.testing.assert_close(kl, dense.kl)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 17])
+def test_collecting_some_edges_at_a_time_is_the_plain_sum(piece, monkeypatch):
+    monkeypatch.setattr("bayesformer.attention.edges.PIECE", piece)
+    e = edges()
+    weights = torch.rand(B, H, len(e.source), dtype=torch.float64, requires_grad=True)
+    values = torch.randn(B, H, N, d, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(e.collect, (weights, values))
+    assert torch.autograd.gradgradcheck(e.collect, (weights, values))
+    torch.testing.assert_close(e.collect(weights, values), e.collect_plainly(weights, values))
+    grads = torch.randn(3, B, H, N, d, dtype=torch.float64)
+    together = torch.autograd.grad(e.collect(weights, values), values, grads, is_grads_batched=True)[0]
+    for grad, found in zip(grads, together, strict=True):
+        (alone,) = torch.autograd.grad(e.collect(weights, values), values, grad)
+        torch.testing.assert_close(found, alone)
+    mapped = torch.vmap(e.collect)(weights, values)
+    torch.testing.assert_close(mapped, e.collect(weights, values))
+
+
+@pytest.mark.parametrize("sparse", [0.0, 1.0], ids=["dense product", "bags"])
+def test_compressed_rows_are_the_features(sparse, monkeypatch):
+    monkeypatch.setattr("bayesformer.attention.edges.SPARSE", sparse)
+    x = torch.randn(N, 5, dtype=torch.float64) * (torch.rand(N, 5) < 0.4)
+    x[2] = 0  # a node without a word
+    graph = Graph(x, EDGES, torch.zeros(N).long(), *torch.ones(3, N, dtype=torch.bool))
+    network = GraphAttentionNetwork(5, 3).double().eval()
+    inputs = graph.part(graph.train, compressed=True).inputs
+    plain, rows = network(x[None], EDGES[None]), network(**inputs)
+    torch.testing.assert_close(rows, plain)
+    weight = network.layers[0].project.weight
+    (one,), (other,) = (torch.autograd.grad(out.square().sum(), weight) for out in (plain, rows))
+    torch.testing.assert_close(one, other)
+
+
+def test_dropout_of_compressed_rows_is_dropout_of_the_features():
+    x = (torch.rand(N, 50) < 0.3).double()
+    rows = {k: v[0] for k, v in compressed_rows(x).items()}
+    drop, means = torch.nn.Dropout(0.6), []
+    for _ in range(4000):
+        kept = Rows(drop(rows["x"]), rows["columns"], rows["starts"]).times(torch.eye(50, dtype=torch.float64))
+        means.append(kept.sum(1))
+    mean, var = torch.stack(means).mean(0), torch.stack(means).var(0)
+    words = x.sum(1)  # each is 2.5 with probability .4: mean 1, variance 1.5
+    assert ((mean - words).abs() < 5 * (1.5 * words / 4000).sqrt()).all()
+    torch.testing.assert_close(var, 1.5 * words, rtol=0.2, atol=0)
 
 
 def test_rows_sum_to_one_and_an_isolated_node_gets_the_bias():

@@ -6,11 +6,13 @@ and `Edges` stands where the mask stood: the edges into a node are its row. Noth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,101 @@ class Edges:
         return product.sub_(weights * self.spread(self.sum(product)))
 
     def collect(self, weights: Tensor, values: Tensor) -> Tensor:
-        """(..., N, d): the sum over each row of weights (..., E) times values (..., N, d) of the sources."""
+        """(..., N, d): the sum over each row of weights (..., E) times values (..., N, d) of the sources.
+
+        Leading axes broadcast.
+        """
+        if torch._C._are_functorch_transforms_active():  # which know single operations only
+            return self.collect_plainly(weights, values)
+        lead = torch.broadcast_shapes(weights.shape[:-1], values.shape[:-2])
+        given = weights.expand(*lead, -1), values.expand(*lead, -1, -1)
+        return _Collect.apply(*given, self)
+
+    def collect_plainly(self, weights: Tensor, values: Tensor) -> Tensor:
+        """The same in single operations, with E times d numbers in memory at a time."""
         messages = weights.unsqueeze(-1) * values.index_select(-2, self.source)  # (..., E, d)
-        # Edges in front and the rest flat: this is the scatter that torch makes fast.
         flat = messages.movedim(-2, 0).reshape(len(self.source), -1)  # (E, ...)
         total = flat.new_zeros(self.nodes, flat.shape[1]).scatter_add(0, self.target[:, None].expand_as(flat), flat)
         return total.view(self.nodes, *messages.shape[:-2], messages.shape[-1]).movedim(0, -2)
+
+
+PIECE = 1 << 17  # numbers per piece of messages: small enough for the cache, large enough to hide the calls
+
+
+class _Collect(torch.autograd.Function):
+    """Messages along some edges at a time: in all they are many times the nodes, and memory is what they cost."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, values: Tensor, edges: Edges) -> Tensor:
+        ctx.save_for_backward(weights, values)
+        ctx.edges = edges
+        w, v = _edges_first(weights), _nodes_first(values)  # (E, L), (N, L, d)
+        out = torch.zeros_like(v)
+        for source, target, share in _pieces(edges, w, v):
+            out.index_add_(0, target, v.index_select(0, source).mul_(share.unsqueeze(-1)))
+        return out.movedim(0, -2).reshape(values.shape)
+
+    @staticmethod
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
+        weights, values = ctx.saved_tensors
+        edges: Edges = ctx.edges
+        batched = torch._C._functorch.is_legacy_batchedtensor(by_out)  # gradients that come several at a time
+        if torch.is_grad_enabled() or batched or torch._C._are_functorch_transforms_active():
+            with torch.enable_grad():
+                out = edges.collect_plainly(weights, values)
+            wanted = [x for x, want in zip((weights, values), ctx.needs_input_grad, strict=False) if want]
+            found = iter(torch.autograd.grad(out, wanted, by_out, create_graph=torch.is_grad_enabled()))
+            return *(next(found) if want else None for want in ctx.needs_input_grad[:2]), None
+        w, v, g = _edges_first(weights), _nodes_first(values), _nodes_first(by_out)
+        by_weights, by_values = torch.empty_like(w), torch.zeros_like(v)
+        start = 0
+        for source, target, share in _pieces(edges, w, v):
+            sent = g.index_select(0, target)
+            torch.sum(sent * v.index_select(0, source), -1, out=by_weights[start : start + len(share)])
+            by_values.index_add_(0, source, sent.mul_(share.unsqueeze(-1)))
+            start += len(share)
+        return by_weights.mT.reshape(weights.shape), by_values.movedim(0, -2).reshape(values.shape), None
+
+
+def _edges_first(weights: Tensor) -> Tensor:
+    """(E, L) of (..., E)."""
+    return weights.reshape(-1, weights.shape[-1]).mT.contiguous()
+
+
+def _nodes_first(values: Tensor) -> Tensor:
+    """(N, L, d) of (..., N, d): what an edge needs of a node stands together."""
+    return values.reshape(-1, *values.shape[-2:]).movedim(1, 0).contiguous()
+
+
+def _pieces(edges: Edges, weights: Tensor, values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Sources, targets and weights of some edges at a time; of all at once where there is no cache to fit."""
+    size = max(1, PIECE // values[0].numel()) if values.device.type == "cpu" else max(1, len(weights))
+    return zip(edges.source.split(size), edges.target.split(size), weights.split(size), strict=True)
+
+
+SPARSE = 0.03  # the share of entries above which a dense product is faster
+
+
+class Rows(NamedTuple):
+    """Features of the nodes of one graph as compressed rows: those that are not 0.
+
+    What zeros cost is not paid: neither by the product with a weight, nor by dropout, which leaves a 0 at 0.
+    """
+
+    values: Tensor  # (Z,)
+    columns: Tensor  # (Z,)
+    starts: Tensor  # (N + 1,): the entries of row i are those from starts[i] to before starts[i + 1]
+
+    def times(self, weight: Tensor) -> Tensor:
+        """(N, O): the features times the transpose of a weight (O, F)."""
+        nodes, features = len(self.starts) - 1, weight.shape[1]
+        if self.values.numel() > SPARSE * nodes * features:
+            rows = torch.repeat_interleave(self.starts.diff())
+            dense = self.values.new_zeros(nodes, features).index_put_((rows, self.columns), self.values)
+            return F.linear(dense, weight)
+        return F.embedding_bag(
+            self.columns, weight.mT, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
+        )
 
 
 Visible: TypeAlias = Tensor | Edges

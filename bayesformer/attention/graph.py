@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bayesformer.attention.checks import check_positive
 from bayesformer.attention.core import Linear
-from bayesformer.attention.edges import Edges
+from bayesformer.attention.edges import Edges, Rows
 from bayesformer.attention.scores import Gat
 
 
@@ -45,13 +45,14 @@ class GraphAttention(nn.Module):
         """Of its own: the bias, 0."""
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
-        """From (B, N, ·) to (B, N, H d), or (B, N, d), and the KL of each graph, (B,).
+    def forward(self, x: Tensor | Rows, edges: Edges) -> tuple[Tensor, Tensor]:
+        """From (B, N, ·), or the compressed rows of one graph, to (B, N, H d), or (B, N, d), and the KL, (B,).
 
         Graphs of a batch share their edges. Where draws are made together, axes stand before B. A node without edges
         gets the bias.
         """
-        h = self.project(x).unflatten(-1, (self.heads, self.width)).transpose(-3, -2)  # (B, H, N, d)
+        projected = x.times(self.project.weight)[None] if isinstance(x, Rows) else self.project(x)
+        h = projected.unflatten(-1, (self.heads, self.width)).transpose(-3, -2)  # (B, H, N, d)
         given = (h,) if getattr(self.family, "wants_keys", False) else ()
         weights, kl = self.family(self.score.along(h, h, edges), edges, *given)  # (B, H, 1, E), (B,)
         out = edges.collect(weights.squeeze(-2), h)  # (B, H, N, d)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from bayesformer.dataset import Data
 
@@ -19,12 +20,23 @@ class Graph(NamedTuple):
     validation: Tensor
     test: Tensor
 
-    def part(self, mask: Tensor) -> Data:
+    def part(self, mask: Tensor, compressed: bool = False) -> Data:
         """The whole graph as the one example there is; only the classes of nodes in the mask count.
 
         Learning is transductive: all parts have the same inputs, features of test nodes included.
+
+        Args:
+            mask: (N,) boolean.
+            compressed: whether features come as compressed rows, for bags of words, which are nearly all 0.
         """
-        return Data({"x": self.x[None], "edge_index": self.edge_index[None]}, self.y[None], mask[None])
+        nodes = compressed_rows(self.x) if compressed else {"x": self.x[None]}
+        return Data({**nodes, "edge_index": self.edge_index[None]}, self.y[None], mask[None])
+
+
+def compressed_rows(x: Tensor) -> dict[str, Tensor]:
+    """The features (N, F) that are not 0, row by row: `x` (1, Z), their `columns`, and where rows begin and end."""
+    columns, ends = x.ne(0).nonzero()[:, 1], x.ne(0).sum(1).cumsum(0)
+    return {"x": x[x.ne(0)][None], "columns": columns[None], "starts": F.pad(ends, (1, 0))[None]}
 
 
 def from_geometric(graph: Any) -> Graph:

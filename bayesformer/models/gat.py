@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from bayesformer.attention import Edges, GraphAttention, Softmax
 from bayesformer.attention.checks import check_positive, check_rate
+from bayesformer.attention.edges import Rows
 
 
 class GraphAttentionNetwork(nn.Module):
@@ -52,28 +53,49 @@ class GraphAttentionNetwork(nn.Module):
         self.layers, self.dropout = nn.ModuleList([*hidden, last]), nn.Dropout(dropout)
         self.features, self.self_loops = features, self_loops
 
-    def forward(self, x: Any, edge_index: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Any,
+        edge_index: Tensor | None = None,
+        columns: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """From nodes (N, F) and edges (2, E), or a PyTorch Geometric `Data` that has both, to (N, C).
 
         As a batch of one graph, (1, N, F) and (1, 2, E), to (1, N, C): so the nodes are positions of one example, and
-        masks of the data say which of them count.
+        masks of the data say which of them count. Features of such a graph can be compressed rows: with `columns`
+        and `starts`, `x` holds those that are not 0; see `data.graphs.compressed_rows`.
         """
-        return self.outputs_and_kl(x, edge_index)[0]
+        return self.outputs_and_kl(x, edge_index, columns, starts)[0]
 
-    def outputs_and_kl(self, x: Any, edge_index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def outputs_and_kl(
+        self,
+        x: Any,
+        edge_index: Tensor | None = None,
+        columns: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The outputs, and the KL of the graph, (1,)."""
         if edge_index is None:
             x, edge_index = parts_of(x)
+        if columns is not None and starts is not None:
+            rows = one_list(x, columns, starts)
+            edges = Edges.of(one_graph(x[..., None], edge_index), starts.shape[1] - 1, self.self_loops)
+            return self._through(rows._replace(values=self.dropout(rows.values)), edges)
         single = x.dim() == 2
         nodes, index = (x[None], edge_index) if single else (x, one_graph(x, edge_index))
         if nodes.shape[-1] != self.features:
             raise ValueError(f"x must have {self.features} features per node; got {tuple(x.shape)}.")
-        edges = Edges.of(index, nodes.shape[-2], self.self_loops)
-        owed = []
-        for i, layer in enumerate(self.layers):
-            nodes, kl = layer(self.dropout(F.elu(nodes) if i else nodes), edges)
-            owed.append(kl)
-        return nodes.squeeze(-3) if single else nodes, sum(owed[1:], owed[0])
+        out, kl = self._through(self.dropout(nodes), Edges.of(index, nodes.shape[-2], self.self_loops))
+        return out.squeeze(-3) if single else out, kl
+
+    def _through(self, nodes: Tensor | Rows, edges: Edges) -> tuple[Tensor, Tensor]:
+        """All layers, from nodes with dropout."""
+        out, owed = self.layers[0](nodes, edges)
+        for layer in self.layers[1:]:
+            out, kl = layer(self.dropout(F.elu(out)), edges)
+            owed = owed + kl
+        return out, owed
 
 
 def parts_of(graph: Any) -> tuple[Tensor, Tensor]:
@@ -82,6 +104,16 @@ def parts_of(graph: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(x, Tensor) or not isinstance(edge_index, Tensor):
         raise ValueError(f"x must come with edge_index, or be a graph that has both; got {type(graph).__name__} alone.")
     return x, edge_index
+
+
+def one_list(values: Tensor, columns: Tensor, starts: Tensor) -> Rows:
+    """The compressed rows of a batch of one graph."""
+    if values.dim() != 2 or len(values) != 1 or values.shape != columns.shape or starts.dim() != 2 or len(starts) != 1:
+        raise ValueError(
+            "x, columns and starts must be (1, Z), (1, Z) and (1, N + 1) for compressed rows; "
+            f"got {tuple(values.shape)}, {tuple(columns.shape)} and {tuple(starts.shape)}."
+        )
+    return Rows(values[0], columns[0], starts[0])
 
 
 def one_graph(x: Tensor, edge_index: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ class CitationGraph(Task):
     def load(self) -> TaskData:
         """The graph three times, with the masks of the standard split."""
         graph = load_graph(self.name)
-        train, validation, test = (graph.part(mask) for mask in (graph.train, graph.validation, graph.test))
+        train, validation, test = (
+            graph.part(mask, compressed=True) for mask in (graph.train, graph.validation, graph.test)
+        )
         return TaskData(train, validation, test, probes={})
 
     def model(self) -> nn.Module:
