@@ -15,24 +15,27 @@ from bayesformer.attention import Linear
 from bayesformer.bench.tasks import TASKS
 from bayesformer.curvature import estimate
 from bayesformer.dataset import Data
-from bayesformer.likelihoods import Gaussian, Likelihood
+from bayesformer.likelihoods import Categorical, Gaussian, Likelihood
 from bayesformer.models.transformer import Regressor
 from bayesformer.types import Batch
 from benchmarks.harness import Comparison
 from benchmarks.laplace_peers import Problem, fits
+from benchmarks.workloads import large_images, large_vit
 
 EXAMPLES, FEW = {"vit": 1000}, 100  # 800 otherwise; few where exact takes 48 passes, and 3 rounds of that
+VIT = {
+    ("diag", "ggn"): 7.0,
+    ("diag", "fisher"): 1.3,
+    ("diag", "mc"): 1.3,
+    ("kron", "ggn"): 7.0,
+    ("kron", "mc"): 1.6,
+}
 BUDGETS = {
     "toy": {("diag", "ggn"): 1.5, ("diag", "fisher"): 1.3, ("diag", "mc"): 1.3, ("kron", "ggn"): 1.5},
     "toy, 2 outputs": {("diag", "ggn"): 1.5},
     "toy per token": {("diag", "ggn"): 40.0, ("diag", "fisher"): 1.3, ("diag", "mc"): 1.3, ("kron", "mc"): 1.6},
-    "vit": {
-        ("diag", "ggn"): 7.0,
-        ("diag", "fisher"): 1.3,
-        ("diag", "mc"): 1.3,
-        ("kron", "ggn"): 7.0,
-        ("kron", "mc"): 1.6,
-    },
+    "vit": VIT,
+    "vit 28 x 28": VIT,
 }
 
 
@@ -103,6 +106,8 @@ def _curvature(
 
 
 def _problem(label: str) -> tuple[Callable[[], nn.Module], Likelihood, Data, int]:
+    if label == "vit 28 x 28":
+        return large_vit, Categorical(), large_images(640), 64
     task = TASKS["digits" if label == "vit" else "toy/m1"]()
     data, likelihood = task.load().train.subset(slice(0, EXAMPLES.get(label, 800))), task.likelihood
     outputs = {"toy": 1, "toy, 2 outputs": 2}.get(label)

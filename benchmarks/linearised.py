@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
+from bayesformer.dataset import Data
+from bayesformer.likelihoods import Categorical, Likelihood
+from bayesformer.methods.laplace import laplace
 from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
 from bayesformer.types import Inputs
 from bayesformer.weights import BlockGaussian, GaussianWeights
 from benchmarks.harness import Comparison
 from benchmarks.laplace_peers import Problem, predictions
+from benchmarks.workloads import large_images, large_vit
 
 
 def comparisons() -> Iterator[Comparison]:
     """All comparisons of this file."""
     digits, toy = TASKS["digits"](), TASKS["toy/m1"]()
-    yield compare("linearised, all weights, diagonal, vit", digits, 64, "*", 25.0)
-    yield compare("linearised, all weights, kron, vit", digits, 64, "kron", 25.0)
-    yield compare("linearised, last layer, diagonal, vit", digits, 64, "projection.*", 1.4)
-    yield compare("linearised, last layer, kron, vit", digits, 64, "last_layer", 1.4)
-    yield compare("linearised, 24 steps of 2 outputs, toy", toy, 50, "*", 160.0)
-    yield compare("linearised, last layer, toy", toy, 50, "projection.*", 1.4)
+    large = Work(large_vit(), Categorical(), large_images(64))
+    for label, vit in {"vit": work_of(digits, 64), "vit 28 x 28": large}.items():
+        yield compare(f"linearised, all weights, diagonal, {label}", vit, "*", 25.0)
+        yield compare(f"linearised, all weights, kron, {label}", vit, "kron", 25.0)
+        yield compare(f"linearised, last layer, diagonal, {label}", vit, "projection.*", 1.4)
+        yield compare(f"linearised, last layer, kron, {label}", vit, "last_layer", 1.4)
+    yield compare("linearised, 24 steps of 2 outputs, toy", work_of(toy, 50), "*", 160.0)
+    yield compare("linearised, last layer, toy", work_of(toy, 50), "projection.*", 1.4)
     yield from by_peers("vit", digits, 64, 8)
+
+
+class Work(NamedTuple):
+    """A model and one batch."""
+
+    model: nn.Module
+    likelihood: Likelihood
+    data: Data
+
+
+def work_of(task: Task, batch: int) -> Work:
+    """A task's model on its first examples."""
+    torch.manual_seed(0)
+    return Work(task.model(), task.likelihood, task.load().train.subset(slice(0, batch)))
 
 
 def by_peers(label: str, task: Task, batch: int, share: int) -> Iterator[Comparison]:
@@ -47,33 +68,22 @@ def forward(model: nn.Module, inputs: Inputs) -> Callable[[], None]:
     return run
 
 
-def compare(name: str, task: Task, batch: int, law: str, budget: float) -> Comparison:
+def compare(name: str, work: Work, law: str, budget: float) -> Comparison:
     """Outputs of a posterior on one batch against the model's own forward pass."""
-    torch.manual_seed(0)
-    model = task.model().eval()
-    inputs = task.load().train.take(slice(0, batch)).inputs
-    assert isinstance(inputs, Tensor)
-    posterior = Posterior(model, task.likelihood, law_of(model, task, law), predictive="linearised")
+    model, inputs = work.model.eval(), work.data.inputs
+    posterior = Posterior(model, work.likelihood, law_of(work, law), predictive="linearised")
     plain, repeat = forward(model, inputs), 8 if budget < 2 else 1
     return Comparison(name, _times(lambda: posterior.outputs(inputs), repeat), _times(plain, repeat), budget, rounds=25)
 
 
-def law_of(model: nn.Module, task: Task, law: str) -> GaussianWeights | BlockGaussian:
+def law_of(work: Work, law: str) -> GaussianWeights | BlockGaussian:
     """A Gaussian over the weights whose names match, or a Laplace posterior of Kronecker factors."""
+    model, likelihood, data = work
     layout = Layout.of(model)
     if law in {"kron", "last_layer"}:
-        from bayesformer.methods.laplace import laplace
-
-        data, subset = task.load().train.subset(slice(0, 64)), "*" if law == "kron" else "projection.*"
-        found = laplace(
-            model,
-            data,
-            likelihood=task.likelihood,
-            structure="kron",
-            subset=subset,
-            prior_precision=1.0,
-            progress=False,
-        )
+        subset = "*" if law == "kron" else "projection.*"
+        settings = {"structure": "kron", "subset": subset, "prior_precision": 1.0, "progress": False}
+        found = laplace(model, data, likelihood=likelihood, **settings)
         assert isinstance(found.weights, BlockGaussian)
         return found.weights
     mean = layout.pack(dict(model.named_parameters()))

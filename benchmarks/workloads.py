@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS
+from bayesformer.dataset import Data
 from bayesformer.likelihoods import Categorical, Likelihood
+from bayesformer.models import VisionTransformer
 from bayesformer.types import Batch
 
 
@@ -40,6 +42,18 @@ def of_task(label: str, name: str) -> Workload:
     task = TASKS[name]()
     data = task.load().train.subset(slice(0, task.training.batch_size))
     return Workload(label, task.model, task.likelihood, Batch(data.inputs, data.targets, data.mask))
+
+
+def large_vit() -> nn.Module:
+    """The ViT that budgets are stated for: images of 28 x 28, 49 tokens of width 32. That of the digits has 16."""
+    torch.manual_seed(0)
+    return VisionTransformer(28, 4, 1, 10)
+
+
+def large_images(count: int) -> Data:
+    """Noise in the shape of its images, with classes."""
+    torch.manual_seed(0)
+    return Data(torch.randn(count, 1, 28, 28), torch.randint(0, 10, (count,)))
 
 
 def minilm() -> Workload | None:
