@@ -17,6 +17,7 @@ from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesformer.methods import (
     Attention,
     Baoab,
+    Combined,
     ConcreteDropout,
     Ekf,
     Ensemble,
@@ -45,6 +46,7 @@ from bayesformer.version import __version__
 __all__ = [
     "Attention",
     "Baoab",
+    "Combined",
     "Bernoulli",
     "Categorical",
     "CategoricalPredictive",

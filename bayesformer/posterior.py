@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer import likelihoods, links
+from bayesformer.attention import families
 from bayesformer.dataset import check_inputs, map_inputs
 from bayesformer.dropout import dropout_sites
 from bayesformer.engine import Strategy
@@ -43,7 +44,8 @@ class Posterior:
     """A law over a model's trainable weights, and how it was made.
 
     With `noisy_draws`, the one set of weights is a network that is itself random (dropout stays on, weights are
-    drawn inside), and every forward pass is a draw; otherwise draws come from `weights`.
+    drawn inside), and every forward pass is a draw; otherwise draws come from `weights`. A model with stochastic
+    attention draws it too in the pass of every draw of the weights; Gaussian outputs are those of mean attention.
     """
 
     model: nn.Module
@@ -137,7 +139,9 @@ class Posterior:
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else self.weights.available)
         rows = self.weights.rows(1 if self.noisy_draws else count, seed)
-        task = PredictTask(self._network, rows, self.weights.buffers, inputs, size, bool(self.noisy_draws), seed)
+        noisy = bool(self.noisy_draws)
+        attention = not noisy and count > 1 and bool(families(self.model))  # one draw alone is its mean attention
+        task = PredictTask(self._network, rows, self.weights.buffers, inputs, size, noisy, seed, attention)
         return Draws(sampled_outputs(task, count, strategy, workers, reporter))
 
     def _gaussian_outputs(self, way: Way, inputs: Inputs, batch_size: int, settings: Any) -> Outputs:

@@ -13,6 +13,7 @@ from torch import nn
 
 from bayesformer.errors import unknown_name
 from bayesformer.methods.attention import Attention
+from bayesformer.methods.combined import Combined
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
 from bayesformer.methods.laplace import Laplace
 from bayesformer.methods.layers import ConcreteDropout, MeanField
@@ -24,6 +25,7 @@ __all__ = [
     "METHODS",
     "Attention",
     "Baoab",
+    "Combined",
     "ConcreteDropout",
     "Ekf",
     "Ensemble",
@@ -53,6 +55,7 @@ METHODS: dict[str, type[Any]] = {
     "mean_field": MeanField,
     "concrete_dropout": ConcreteDropout,
     "attention": Attention,
+    "combined": Combined,
     "sgld": Sgld,
     "psgld": Psgld,
     "sghmc": Sghmc,

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from bayesformer.attention import attention_kl, families
 from bayesformer.dataset import Data
 from bayesformer.dropout import dropout_sites
 from bayesformer.engine import run_members
@@ -52,6 +53,17 @@ def prior_of(setting: str | dict[str, str]) -> Prior:
 def build_optimiser(log_joint: LogJoint, training: Training, num_data: int) -> Transform:
     """Adam as the training settings describe it."""
     return optimise.build(log_joint, training.adam(num_data), training.clip)
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """The KL of a model's stochastic attention, in nats for all data: part of whatever is inferred about its weights."""
+
+    num_data: int
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        """N times the mean of the batch."""
+        return self.num_data * attention_kl(model).mean()
 
 
 @dataclass
@@ -103,7 +115,10 @@ class TrainTask:
         models = [FlatModel(self.model(member)) for member in members]
         first = models[0]
         theta = first.theta if len(members) == 1 else torch.stack([m.theta for m in models])
-        joint = FlatLogJoint(first, self.likelihood, self.prior, len(self.data), self.penalty)
+        penalty = self.penalty
+        if penalty is None and families(first.module):
+            penalty = AttentionCost(len(self.data))
+        joint = FlatLogJoint(first, self.likelihood, self.prior, len(self.data), penalty)
         return Job(
             model=first,
             transform=self.build(joint, self.training, len(self.data)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,7 +34,7 @@ class PredictTask:
     """Outputs of every draw on one set of inputs.
 
     A draw is a row of `theta` with its own `buffers`; with `noisy`, all draws use row 0 and differ by the noise of
-    dropout or attention, from a stream of their own.
+    dropout or attention, from a stream of their own. With `attention`, a row's attention is drawn as well.
     """
 
     model: FlatModel
@@ -43,11 +44,12 @@ class PredictTask:
     batch_size: int
     noisy: bool = False
     seed: int = 0
+    attention: bool = False
 
     def single(self, member: int, reporter: Reporter) -> Params:  # noqa: ARG002
         """Outputs of one draw, (N, ...)."""
         self._load(member)
-        with torch.inference_mode(), stream(self.seed, "draw", member):
+        with torch.inference_mode(), stream(self.seed, "draw", member), self._drawing():
             parts = [apply(self.model.module, chunk) for chunk in self.chunks()]
         return {VALUES: torch.cat(parts)}
 
@@ -73,7 +75,7 @@ class PredictTask:
 
         def one() -> Tensor:
             self._load(members[0])
-            with torch.inference_mode():
+            with torch.inference_mode(), self._drawing():
                 return apply(self.model.module, chunk)
 
         return one
@@ -113,13 +115,15 @@ class PredictTask:
     def signature(self) -> str:
         """Model, batch and number of batches."""
         shapes = [(min(len(t), self.batch_size), *t.shape[1:]) for t in tensors_of(self.inputs)]
-        text = f"{self.model.layout}{shapes}{self.units}{self.noisy}{self.model.module}{self.device}"
+        text = f"{self.model.layout}{shapes}{self.units}{self.noisy}{self.attention}{self.model.module}{self.device}"
         return "predict " + hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def why_not_batched(self) -> str | None:
         """Noise of separate streams has a batched form in attention only, and some models cannot be vmapped."""
         if self.noisy:
             return self._why_not_together()
+        if self.attention:
+            return "every draw has weights and an attention stream of its own"
         try:
             self.trial([0, 0])()
         except RuntimeError as error:
@@ -139,6 +143,9 @@ class PredictTask:
             return f"the model does not take several draws at once ({str(error).splitlines()[0]})"
         same = together.shape == (2, *alone[0].shape) and torch.allclose(together, torch.stack(alone), 1e-3, 1e-4)
         return None if same else reason
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        return attention_mode(self.model.module, "draw") if self.attention else nullcontext()
 
     def _load(self, member: int) -> None:
         row = 0 if self.noisy else member

@@ -1,0 +1,80 @@
+"""Stochastic attention and a posterior over the weights of the same network."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from bayesformer.attention import build_family, install
+from bayesformer.errors import unknown_name
+from bayesformer.methods.gaussian import Ivon, Swag, Vi
+from bayesformer.methods.laplace import Laplace
+from bayesformer.methods.layers import MeanField
+from bayesformer.methods.points import Ensemble
+from bayesformer.methods.problem import Method, Problem
+from bayesformer.methods.sampling import Baoab, Sghmc
+from bayesformer.posterior import Posterior
+from bayesformer.types import ModelFactory
+
+WEIGHTS: dict[str, type[Any]] = {
+    "laplace": Laplace,
+    "sghmc": Sghmc,
+    "baoab": Baoab,
+    "vi": Vi,
+    "ivon": Ivon,
+    "swag": Swag,
+    "mean_field": MeanField,
+    "ensemble": Ensemble,
+}
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Stochastic attention with a posterior over the weights: each draw is of both."""
+
+    family: Literal["gaussian", "dirichlet", "weibull", "lognormal"] = "weibull"
+    """law of the attention weights"""
+    attention: dict[str, Any] = field(default_factory=dict)
+    """its settings, as those of the method attention that shape the law: spread, prior, prior_scale, ..."""
+    weights: Literal["laplace", "sghmc", "baoab", "vi", "ivon", "swag", "mean_field", "ensemble"] = "sghmc"
+    """what is inferred about the weights"""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """of that method; laplace must predict by draws, the only way in which attention is random too"""
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise unknown_name("setting weights", self.weights, WEIGHTS)
+        build_family(self.family, **self.attention)
+        way = getattr(self.inner, "predictive", "sampled")
+        if way != "sampled":
+            raise ValueError(
+                f"settings.predictive must be 'sampled' for {self.weights} with stochastic attention, whose draws go "
+                f"through the network; got {way!r}."
+            )
+
+    @property
+    def inner(self) -> Method:
+        """The method for the weights."""
+        given = {"predictive": "sampled", **self.settings} if self.weights == "laplace" else self.settings
+        return WEIGHTS[self.weights](**given)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """A copy of the model with stochastic attention, and with what the other method needs."""
+        changed = install(copy.deepcopy(model), self.family, **self.attention)
+        change = getattr(self.inner, "wrap", None)
+        return changed if change is None else change(changed)
+
+    def fit(self, problem: Problem) -> Posterior:
+        """The other method's posterior, on the model with stochastic attention; its KL is part of every objective."""
+        source = partial(_installed, problem.model, self.family, self.attention)
+        model = source() if isinstance(problem.model, nn.Module) else source
+        posterior = self.inner.fit(replace(problem, model=model))
+        return replace(posterior, facts={**posterior.facts, "method": {"name": "combined", **asdict(self)}})
+
+
+def _installed(source: nn.Module | ModelFactory, family: str, settings: dict[str, Any]) -> nn.Module:
+    return install(copy.deepcopy(source) if isinstance(source, nn.Module) else source(), family, **settings)
