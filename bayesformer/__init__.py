@@ -46,10 +46,10 @@ from bayesformer.version import __version__
 __all__ = [
     "Attention",
     "Baoab",
-    "Combined",
     "Bernoulli",
     "Categorical",
     "CategoricalPredictive",
+    "Combined",
     "ConcreteDropout",
     "DamagedFileError",
     "Data",

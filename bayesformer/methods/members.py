@@ -57,7 +57,7 @@ def build_optimiser(log_joint: LogJoint, training: Training, num_data: int) -> T
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """The KL of a model's stochastic attention, in nats for all data: part of whatever is inferred about its weights."""
+    """The KL of a model's stochastic attention, in nats for all data: part of what is inferred about its weights."""
 
     num_data: int
 
