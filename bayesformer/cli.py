@@ -134,6 +134,16 @@ def _add_study(verbs: Any) -> None:
     )
     cost.add_argument("results", type=Path, help="results folder, e.g. results/laplace")
     cost.add_argument("--output", type=Path, help="the figure (RESULTS/cost.svg)")
+    maps = names.add_parser(
+        "attention",
+        help="what a network attends to, and how sure it is",
+        description="Loads a posterior with stochastic attention that `bayesformer run` kept and draws, for one test "
+        "input of its task, the mean and the standard deviation of every attention map, per layer and head.",
+    )
+    maps.add_argument("posterior", type=Path, help="a folder with posterior.json")
+    maps.add_argument("--index", type=int, default=0, help="which test input (0)")
+    maps.add_argument("--draws", type=int, help="draws (those of a prediction)")
+    maps.add_argument("--output", type=Path, default=Path("attention.svg"), help="the figure (attention.svg)")
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
@@ -274,7 +284,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def study(arguments: argparse.Namespace) -> int:
     """Answer a study's question."""
-    return {"cold": _study_cold, "cost": _study_cost}[arguments.name](arguments)
+    return {"cold": _study_cold, "cost": _study_cost, "attention": _study_attention}[arguments.name](arguments)
 
 
 def _study_cold(arguments: argparse.Namespace) -> int:
@@ -301,6 +311,20 @@ def _study_cost(arguments: argparse.Namespace) -> int:
     results = load_results(arguments.results)
     print(cost.table(results))
     print(f"figure: {cost.figure(results, arguments.output or arguments.results / 'cost.svg')}")
+    return 0
+
+
+def _study_attention(arguments: argparse.Namespace) -> int:
+    """Draw the attention of a saved posterior."""
+    from bayesformer.bench.predicting import load_posterior
+    from bayesformer.study import maps
+
+    task, posterior = load_posterior(arguments.posterior)
+    test = task.load().test
+    if not 0 <= arguments.index < len(test):
+        raise ValueError(f"--index must be in 0..{len(test) - 1}; got {arguments.index}.")
+    seen = posterior.attention_maps(test.take(slice(arguments.index, arguments.index + 1)).inputs, arguments.draws)
+    print(f"figure: {maps.figure(seen, arguments.output)}")
     return 0
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer import likelihoods, links
-from bayesformer.attention import families
-from bayesformer.dataset import check_inputs, map_inputs
+from bayesformer.attention import AttentionMap, MapRecorder, families
+from bayesformer.dataset import check_inputs, first_tensor, map_inputs
 from bayesformer.dropout import dropout_sites
 from bayesformer.engine import Strategy
 from bayesformer.errors import DamagedFileError, unknown_name
@@ -24,7 +24,7 @@ from bayesformer.network import FlatModel, Layout, device_of
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import PredictTask, sampled_outputs
 from bayesformer.predictive import Predictive
-from bayesformer.progress import Reporter
+from bayesformer.progress import Reporter, Silent
 from bayesformer.storage import checksum, read_json, read_tensors, write_json, write_tensors
 from bayesformer.types import Draws, Inputs, Outputs, Params
 from bayesformer.version import __version__
@@ -102,6 +102,17 @@ class Posterior:
         flat.module.zero_grad(set_to_none=True)
         return flat.module.eval()
 
+    def attention_maps(self, inputs: Inputs, draws: int | None = None, seed: int = 0) -> list[AttentionMap]:
+        """Mean and spread of every attention map over the draws that `predict` makes, layer by layer."""
+        check_inputs(inputs, "inputs")
+        count = self.draws if draws is None else draws
+        task = self._task(map_inputs(inputs, lambda x: x.to(self.weights.mean.device)), count, seed)
+        with MapRecorder(self._network.module) as recorder:
+            for draw in range(count):
+                recorder.begin()
+                task.single(draw, Silent())
+        return recorder.maps()
+
     def outputs(
         self,
         inputs: Inputs,
@@ -137,12 +148,16 @@ class Posterior:
         if way != "sampled":
             return self._gaussian_outputs(way, inputs, size, settings)
         count = self.draws if draws is None else draws
+        return Draws(sampled_outputs(self._task(inputs, count, seed, size), count, strategy, workers, reporter))
+
+    def _task(self, inputs: Inputs, count: int, seed: int, size: int | None = None) -> PredictTask:
+        """The work of predicting with `count` draws, `size` examples at a time or all."""
         self._check_draws(count, None if self.noisy_draws else self.weights.available)
-        rows = self.weights.rows(1 if self.noisy_draws else count, seed)
         noisy = bool(self.noisy_draws)
+        rows = self.weights.rows(1 if noisy else count, seed)
         attention = not noisy and count > 1 and bool(families(self.model))  # one draw alone is its mean attention
-        task = PredictTask(self._network, rows, self.weights.buffers, inputs, size, noisy, seed, attention)
-        return Draws(sampled_outputs(task, count, strategy, workers, reporter))
+        examples = len(first_tensor(inputs)) if size is None else size
+        return PredictTask(self._network, rows, self.weights.buffers, inputs, examples, noisy, seed, attention)
 
     def _gaussian_outputs(self, way: Way, inputs: Inputs, batch_size: int, settings: Any) -> Outputs:
         _check_gaussian(self, way)

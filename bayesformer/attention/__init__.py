@@ -10,6 +10,7 @@ from bayesformer.attention.gaussian import Gaussian
 from bayesformer.attention.graph import GraphAttention
 from bayesformer.attention.install import install, uninstall
 from bayesformer.attention.lognormal import Lognormal
+from bayesformer.attention.maps import AttentionMap, MapRecorder, attention_maps
 from bayesformer.attention.scores import Additive, Gat, ScaledDot
 from bayesformer.attention.spread import DataDependent, Learned, RowNetwork
 from bayesformer.attention.weibull import Weibull
@@ -18,6 +19,7 @@ __all__ = [
     "FAMILIES",
     "Additive",
     "Attention",
+    "AttentionMap",
     "Contextual",
     "DataDependent",
     "Dirichlet",
@@ -29,11 +31,13 @@ __all__ = [
     "Learned",
     "Linear",
     "Lognormal",
+    "MapRecorder",
     "RowNetwork",
     "ScaledDot",
     "Softmax",
     "Weibull",
     "attention_kl",
+    "attention_maps",
     "attention_mode",
     "build_family",
     "families",

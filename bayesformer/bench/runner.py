@@ -27,6 +27,8 @@ from typing import Any
 import torch
 
 from bayesformer import evaluate, traces
+from bayesformer.attention import families
+from bayesformer.attention.maps import picture
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
 from bayesformer.dataset import Data, first_tensor
@@ -297,6 +299,8 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         few = data.validation.take(slice(0, 20)).inputs
         evaluation.metrics.update(traces.summarise(traces.function_traces(posterior, few)))
         evaluation.figures["traces"] = traces.picture(posterior, few)
+    if cell.seed == 0 and posterior.draws > 1 and families(posterior.model):  # of one seed: maps are large
+        evaluation.figures["attention"] = picture(posterior.attention_maps(data.test.take(slice(0, 1)).inputs))
     if evaluation.gap is not None:
         evaluate.check_not_above(evaluation.gap, label=str(cell))
     if options.keep_posteriors:

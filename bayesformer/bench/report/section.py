@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from bayesformer.bench.report.attention import attention
 from bayesformer.bench.report.cost import cost
 from bayesformer.bench.report.data import Report, Task, metric_of, unequal_settings
 from bayesformer.bench.report.examples import examples
@@ -26,7 +27,15 @@ from bayesformer.bench.report.wording import (
 )
 from bayesformer.bench.statistics import by_seed, part, summarise
 
-FIGURES: tuple[Callable[[Report, Task], Html | None], ...] = (reliability, coverage, entropy, bands, examples, traces)
+FIGURES: tuple[Callable[[Report, Task], Html | None], ...] = (
+    reliability,
+    coverage,
+    entropy,
+    bands,
+    examples,
+    attention,
+    traces,
+)
 """Drawn in this order where a task recorded what they need."""
 
 

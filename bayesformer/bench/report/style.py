@@ -128,6 +128,7 @@ margin:0 0 .3rem;font-size:.86rem}
 margin:0 0 .5rem;max-width:27rem}
 .thumbs li{gap:.05rem;font-size:.74rem;line-height:1.25;display:flex;flex-direction:column}
 .thumbs img{width:100%;height:auto;aspect-ratio:1;image-rendering:pixelated;border-radius:2px}
+.thumbs ul.maps{grid-template-columns:repeat(2,minmax(0,1fr))}
 .thumbs b{color:var(--bad)}
 footer{margin-top:4rem;padding-bottom:3rem;font-size:.85rem}
 @media (max-width:40rem){
