@@ -278,10 +278,16 @@ def _edges(sites: list[Site]) -> dict[int, GradientEdge]:
 
 def _together(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tensor]:
     edges = _edges(sites)
-    answers = torch.autograd.grad(
-        outputs, list(edges.values()), columns, retain_graph=True, allow_unused=True, is_grads_batched=True
-    )
-    gradients = dict(zip(edges, answers, strict=True))
+    used: list[bool] = []
+
+    def back(column: Tensor) -> list[Tensor]:
+        answers = torch.autograd.grad(outputs, list(edges.values()), column, retain_graph=True, allow_unused=True)
+        used[:] = [answer is not None for answer in answers]
+        return [answer for answer in answers if answer is not None]  # vmap returns tensors only
+
+    # Not `is_grads_batched`, which knows fewer operations and makes the others one by one.
+    answers = iter(torch.vmap(back)(columns))
+    gradients = {key: next(answers) if seen else None for key, seen in zip(edges, used, strict=True)}
     return [_arranged(site, gradients[id(site.edge)], len(columns)) for site in sites]
 
 
