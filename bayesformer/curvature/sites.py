@@ -8,6 +8,7 @@ differentiated), B examples, R positions at which the parameter is used (tokens,
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -285,8 +286,11 @@ def _together(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tenso
         used[:] = [answer is not None for answer in answers]
         return [answer for answer in answers if answer is not None]  # vmap returns tensors only
 
-    # Not `is_grads_batched`, which knows fewer operations and makes the others one by one.
-    answers = iter(torch.vmap(back)(columns))
+    # Not `is_grads_batched`, which knows fewer operations. What this does not know either, as the fused attention of a
+    # CPU, it makes one by one, which is no slower than all of it in turn; and says so each time.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        answers = iter(torch.vmap(back)(columns))
     gradients = {key: next(answers) if seen else None for key, seen in zip(edges, used, strict=True)}
     return [_arranged(site, gradients[id(site.edge)], len(columns)) for site in sites]
 
