@@ -21,6 +21,7 @@ from bayesformer.inference.laplace.evidence import check_curvature
 from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.network import Layout
 from bayesformer.posterior import Posterior
+from bayesformer.predictive import Predictive
 
 EXPONENTS = (-3, 6)  # of ten: precisions that validation tries
 NOISES = (0.1, 10.0, 9)  # times the scale given: from, to, how many
@@ -153,10 +154,16 @@ def _by_validation(
 
     def score(candidate: Tuned) -> float:
         predictive = posterior(candidate).predict(validation.inputs)
+        if _has_nan(predictive):  # so wide that moments overflow on their way through the network
+            return math.nan
         return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
 
     best = best_of([Tuned(p, s) for p, s in product(precisions, sigmas)], score)
     return best.value._replace(validation=best.score)
+
+
+def _has_nan(predictive: Predictive) -> bool:
+    return any(bool(value.isnan().any()) for value in vars(predictive).values() if isinstance(value, Tensor))
 
 
 def for_evidence(at: Quadratic) -> Quadratic:
