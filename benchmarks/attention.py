@@ -1,4 +1,6 @@
-"""The attention operation under each family, in units of explicit softmax attention: B 64, H 1, T 49, d 32.
+"""Stochastic attention: the operation, whole training steps, draws.
+
+The operation is timed under each family in units of explicit softmax attention: B 64, H 1, T 49, d 32.
 
 From queries, keys and values to outputs and back, the KL included. Softmax is this library's, which masks; the one
 without a mask is there for comparison. Peers are the same laws by torch.distributions.
@@ -22,15 +24,18 @@ from bayesformer.attention import (
     Lognormal,
     Softmax,
     Weibull,
+    attention_kl,
+    families,
     install,
 )
 from bayesformer.bench.tasks import TASKS
-from bayesformer.likelihoods import Likelihood
-from bayesformer.network import FlatModel
+from bayesformer.likelihoods import Categorical, Likelihood
+from bayesformer.network import FlatModel, apply
 from bayesformer.posterior import Posterior
-from bayesformer.types import Draw, Inputs
+from bayesformer.types import Batch, Draw, Inputs
 from bayesformer.weights import Samples
 from benchmarks.harness import Comparison
+from benchmarks.workloads import Workload, large_images, large_vit, minilm, of_task
 
 B, H, T, D = 64, 1, 49, 32
 MASK = torch.ones(1, 1, 1, T, dtype=torch.bool)
@@ -56,7 +61,40 @@ def comparisons() -> Iterator[Comparison]:
     for name, peer in peers.items():
         yield Comparison(f"attention, {name}", passes(peer), softmax, None, rounds=9)
     for batch in (1, 64):
-        yield thirty_draws(batch)
+        yield draws_together(30, batch, 5.5 if batch == 1 else 36.0)
+    yield draws_together(10, 64, 10.0)
+    for work in (of_task("vit", "digits"), large(), minilm()):
+        if work is not None:
+            yield from whole_steps(work)
+
+
+def large() -> Workload:
+    """The ViT of 49 tokens."""
+    data = large_images(64)
+    return Workload("vit 28 x 28", large_vit, Categorical(), Batch(data.inputs, data.targets))
+
+
+def whole_steps(work: Workload) -> Iterator[Comparison]:
+    """A training step with stochastic attention and its KL, by Adam, in units of the step of the model as it is."""
+    plain = steps(work, work.model())
+    for family, budget in {"weibull": 1.3, "lognormal": 1.3, "gaussian": 1.3, "dirichlet": 2.0}.items():
+        made = steps(work, install(work.model(), family))
+        yield Comparison(f"training step, {family} attention, {work.label}", made, plain, budget, rounds=work.rounds)
+
+
+def steps(work: Workload, model: torch.nn.Module) -> Callable[[], None]:
+    """Plain PyTorch, with the KL added where there is one."""
+    optimizer, batch = torch.optim.Adam(model.parameters(), lr=1e-4), work.batch
+    random = bool(families(model))
+
+    def run() -> None:
+        for _ in range(work.steps):
+            optimizer.zero_grad()
+            loss = -work.likelihood.log_prob(apply(model, batch.inputs), batch.targets, batch.mask).mean()
+            (loss + attention_kl(model).mean() if random else loss).backward()
+            optimizer.step()
+
+    return run
 
 
 def passes(family: Callable[..., Draw]) -> Callable[[], None]:
@@ -94,23 +132,23 @@ def torch_dirichlet(logits: Tensor, mask: Tensor) -> Draw:  # noqa: ARG001
     return Draw(q.rsample(), laws.kl_divergence(q, p).sum((1, 2)))
 
 
-def thirty_draws(batch: int) -> Comparison:
-    """A predictive of 30 draws, as the engine chooses to make it, in units of one forward pass."""
+def draws_together(draws: int, batch: int, budget: float) -> Comparison:
+    """A predictive of some draws, as the engine chooses to make it, in units of one forward pass."""
     task = TASKS["toy/m1"]()
     model = install(task.model()).eval()
     inputs = task.load().train.subset(slice(0, batch)).inputs
-    made = _posterior(model, task.likelihood)
+    made = _posterior(model, task.likelihood, draws)
     return Comparison(
-        f"30 draws of attention, toy, batch {batch}",
+        f"{draws} draws of attention, toy, batch {batch}",
         partial(made.outputs, inputs, workers=1),
         partial(_forward, model, inputs),
-        5.5 if batch == 1 else 36.0,
+        budget,
         rounds=25,
     )
 
 
-def _posterior(model: torch.nn.Module, likelihood: Likelihood) -> Posterior:
-    return Posterior(model, likelihood, Samples(FlatModel(model).theta[None]), noisy_draws=30)
+def _posterior(model: torch.nn.Module, likelihood: Likelihood, draws: int) -> Posterior:
+    return Posterior(model, likelihood, Samples(FlatModel(model).theta[None]), noisy_draws=draws)
 
 
 def _forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
