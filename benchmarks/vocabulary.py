@@ -9,7 +9,6 @@ there are fewer positions.
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Iterator
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
+from bayesformer.bench.memory import peak_of_process
 from benchmarks.harness import Memory
 
 OUTPUTS, TEXTS, TOKENS = 49_152, 4, 64
@@ -77,4 +77,4 @@ def run(which: str, structure: str) -> None:
 
 if __name__ == "__main__":
     run(*sys.argv[1:])
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(peak_of_process())

@@ -38,6 +38,11 @@ class PeakMemory:
             self.mib = round(max(_status("VmHWM") - self._before, 0.0), 1)
 
 
+def peak_of_process() -> float:
+    """MiB this process has used at most. Not `ru_maxrss`, which starts from what the parent used."""
+    return _status("VmHWM")
+
+
 def _give_back() -> None:
     """Return freed memory to the system; what an earlier block left cached would hide this one's peak."""
     gc.collect()
