@@ -37,6 +37,11 @@ def value_and_grad(log_joint: LogJoint) -> Callable[[Params, Batch], tuple[Tenso
 PIECE = 1 << 18  # numbers per piece: a few of them stay in the cache
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func is going on, which knows plain operations only."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same stretch of several vectors at a time, to work on in place.
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bayesformer.functional import transformed
+
 
 @dataclass(frozen=True)
 class Edges:
@@ -77,7 +79,7 @@ class Edges:
 
         Leading axes broadcast.
         """
-        if torch._C._are_functorch_transforms_active():  # which know single operations only
+        if transformed():
             return self.collect_plainly(weights, values)
         lead = torch.broadcast_shapes(weights.shape[:-1], values.shape[:-2])
         given = weights.expand(*lead, -1), values.expand(*lead, -1, -1)
@@ -112,7 +114,7 @@ class _Collect(torch.autograd.Function):
         weights, values = ctx.saved_tensors
         edges: Edges = ctx.edges
         batched = torch._C._functorch.is_legacy_batchedtensor(by_out)  # gradients that come several at a time
-        if torch.is_grad_enabled() or batched or torch._C._are_functorch_transforms_active():
+        if torch.is_grad_enabled() or batched or transformed():
             with torch.enable_grad():
                 out = edges.collect_plainly(weights, values)
             wanted = [x for x, want in zip((weights, values), ctx.needs_input_grad, strict=False) if want]

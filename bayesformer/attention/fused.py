@@ -6,6 +6,7 @@ Each has a slow twin in the tests.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bayesformer.attention.edges import Edges, Visible
+from bayesformer.functional import transformed
 
 LIMIT = 20.0  # e^20 nats per entry is lost anyway; beyond, the exponential goes on as its tangent and stays finite
 
@@ -30,7 +32,7 @@ def hidden_keys(mask: Visible) -> Hidden:
     """
     if isinstance(mask, Edges):
         return mask
-    return None if mask.device.type == "cpu" and bool(mask.all()) else ~mask
+    return None if mask.device.type == "cpu" and not transformed() and bool(mask.all()) else ~mask
 
 
 def hide(x: Tensor, hidden: Hidden, value: float = 0.0) -> Tensor:
@@ -63,6 +65,8 @@ def noisy_softmax(logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: 
 
     `noise` is used up. A row without keys is zeros.
     """
+    if transformed():
+        return row_softmax(logits + scale * noise, hidden)
     result: Tensor = _NoisySoftmax.apply(logits, scale, noise, hidden)
     return result
 
@@ -98,8 +102,23 @@ def known(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor
     One slope per input, of a shape that broadcasts to it. A value either has the shape of its slopes, elementwise,
     or the leading axes of that shape: then it is a sum over the others.
     """
+    if transformed():
+        return _tangent(compute, *inputs)
     result: Tensor = _Known.apply(compute, *inputs)
     return result
+
+
+def _tangent(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+    """The same in plain operations: the tangent at the inputs, which has their value and their derivative there."""
+    with warnings.catch_warnings():  # of operations in place that vmap makes one by one
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        value, *slopes = compute(*(x.detach().clone() for x in inputs))
+    value = value.detach()
+    for x, slope in zip(inputs, slopes, strict=True):
+        nothing = torch.where(x.isfinite(), x - x.detach(), 0)  # a hidden entry may be minus infinity
+        change = slope.detach() * nothing  # 0, with the derivative
+        value = value + change.flatten(value.dim()).sum(-1) if change.dim() > value.dim() else value + change
+    return value
 
 
 class _Known(Function):

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from bayesformer.functional import transformed
+
 _streams: Sequence[torch.Generator] = ()  # one per draw while several are made together
 
 
@@ -28,6 +30,8 @@ def streams(generators: Sequence[torch.Generator]) -> Iterator[None]:
 
 def normal(like: Tensor) -> Tensor:
     """Standard normal noise in the shape of `like`, in memory of its own."""
+    if transformed():  # under vmap, noise must be made like a tensor that is mapped
+        return torch.randn_like(like.detach())
     return _filled(like, Tensor.normal_)
 
 
@@ -37,6 +41,8 @@ def log_uniform(like: Tensor) -> Tensor:
     torch.rand gives an exact 0 once in 2²⁴ numbers: in attention that is an infinite logit every few hundred passes.
     """
     half = torch.finfo(like.dtype).eps / 4  # below 1 floats are eps / 2 apart; 1 - half would be 1
+    if transformed():
+        return torch.rand_like(like.detach()).clamp(half, 1 - 2 * half).log_()
     return _filled(like, lambda x, generator=None: x.uniform_(half, 1 - 2 * half, generator=generator)).log_()
 
 

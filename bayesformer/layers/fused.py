@@ -15,11 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def transformed() -> bool:
-    """Whether a transform of torch.func is going on, which knows single operations only."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def gaussian_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, floor: Tensor) -> Tensor:
     """Outputs for a weight (out, in); `floor` (out) is the variance that the bias adds, above 0."""
     return _GaussianLinear.apply(x, weight, bias, scale, floor)

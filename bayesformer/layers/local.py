@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesformer import distributions as laws
+from bayesformer.functional import transformed
 from bayesformer.layers import fused
 from bayesformer.layers.families import Cauchy, Family, Gaussian
 
@@ -91,7 +92,7 @@ def gaussian(apply: Affine, given: Noise, x: Tensor) -> Tensor:
     tiny = torch.finfo(x.dtype).tiny
     outputs = len(given.weight) if given.bias is None else len(given.bias)
     floor = x.new_full((outputs,), tiny) if given.bias_noise is None else given.bias_noise.square() + tiny
-    single = fused.transformed() or torch.is_autocast_enabled(x.device.type)
+    single = transformed() or torch.is_autocast_enabled(x.device.type)
     if apply in (F.linear, transposed) and not single:
         weight, scale = (t if apply is F.linear else t.mT for t in (given.weight, given.weight_noise))
         return fused.gaussian_linear(x, weight, given.bias, scale, floor)

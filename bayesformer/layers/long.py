@@ -19,9 +19,8 @@ from torch.nn.functional import softplus
 
 from bayesformer import distributions as laws
 from bayesformer.distributions import Distribution
-from bayesformer.functional import is_long, pieces
+from bayesformer.functional import is_long, pieces, transformed
 from bayesformer.layers.families import Family, Gaussian, kl_terms
-from bayesformer.layers.fused import transformed
 from bayesformer.network import Layout
 from bayesformer.types import Params
 
