@@ -96,6 +96,30 @@ def test_peft(order):
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, drawless, rtol=1e-5, atol=1e-5)
 
 
+def test_peft_trains_and_saves_the_prior_with_its_adapter(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["contextual"])
+    ids, mask = torch.randint(1, V, (B, T)), padding()
+
+    def installed():
+        torch.manual_seed(0)
+        return install(classifier(), "weibull", prior="contextual")
+
+    model = peft.get_peft_model(installed(), config).train()
+    _, grads = gradients(model, ids, mask)
+    assert any("contextual" in name and grad.abs().sum() > 0 for name, grad in grads.items())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p) * p.requires_grad)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(installed(), tmp_path).train()
+    found = []
+    for network in (model, loaded):
+        torch.manual_seed(1)
+        found.append((network(input_ids=ids, attention_mask=mask).logits, bf.kl_divergence(network)))
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_a_trainer_needs_one_line(tmp_path):
     pytest.importorskip("accelerate")
 
