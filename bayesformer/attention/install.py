@@ -41,7 +41,8 @@ def install(
 
     Takes models of transformers that use its attention interface, `nn.MultiheadAttention` and what is built of it,
     and `Attention` and `GraphAttention` of this library, at any depth. In evaluation mode the model is what it was.
-    With PEFT, install after `get_peft_model`, which freezes the parameters it finds.
+    With PEFT, install after `get_peft_model`, which freezes the parameters it finds; or before it, and name what a
+    family learns in `modules_to_save` ("contextual", "spread"), so that the adapter trains and saves it.
 
     Args:
         model: has attention in it.
