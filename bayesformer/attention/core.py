@@ -8,12 +8,11 @@ Letters: B batch, H heads, T queries, S keys, d head width, D model width.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bayesformer.attention.checks import check_positive, check_rate
-from bayesformer.attention.edges import Edges, Visible
+from bayesformer.attention.edges import Visible
+from bayesformer.attention.fused import hidden_keys, row_softmax
 from bayesformer.attention.scores import ScaledDot
 from bayesformer.types import Draw
 
@@ -26,11 +25,7 @@ def masked_softmax(logits: Tensor, mask: Visible) -> Tensor:
     and its NaN would come back through the gradient.
     With edges, logits are (B, H, 1, E) and a row is what goes into one node.
     """
-    if isinstance(mask, Edges):
-        return mask.softmax(logits)
-    hidden = ~mask
-    logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
-    return F.softmax(logits, -1).masked_fill(hidden, 0.0)
+    return row_softmax(logits, hidden_keys(mask))
 
 
 class Softmax(nn.Module):

@@ -32,7 +32,8 @@ def hidden_keys(mask: Visible) -> Hidden:
     """
     if isinstance(mask, Edges):
         return mask
-    return None if mask.device.type == "cpu" and not transformed() and bool(mask.all()) else ~mask
+    asked = mask.device.type == "cpu" and not transformed() and not torch.compiler.is_compiling()
+    return None if asked and bool(mask.all()) else ~mask
 
 
 def hide(x: Tensor, hidden: Hidden, value: float = 0.0) -> Tensor:
