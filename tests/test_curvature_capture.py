@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.curvature import Capture, backpropagate
+from bayesformer.curvature import Capture, backpropagate, watch
 from bayesformer.curvature.capture import mismatches
 from bayesformer.network import apply, trainable
 from tests.curvature_zoo import MODELS, build
@@ -339,3 +339,19 @@ def test_errors():
         Capture(Blind().eval())(torch.randn(2, 3))
     with pytest.raises(ValueError, match=r"one entry per example in front; got \(4, 3\) for 2 examples"):
         Capture(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)).eval())(torch.randn(2, 2, 3))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_sends_columns_back_together_as_one_by_one(approximate):
+    x = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    columns = torch.randn(3, 4, 7, dtype=torch.float64)
+
+    def back(column):
+        return torch.autograd.grad(watch.gelu(x, approximate), x, column)[0]
+
+    for column, found in zip(columns, torch.vmap(back)(columns), strict=True):
+        (expected,) = torch.autograd.grad(F.gelu(x, approximate=approximate), x, column)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(back(column), expected)
+    assert torch.equal(watch.gelu(x, approximate), F.gelu(x, approximate=approximate))
+    assert watch.gelu(x.detach()).grad_fn is None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -22,6 +23,31 @@ from bayesformer.curvature.sites import Axis, ElementSite, EmbeddingSite, Linear
 
 Key = tuple[str, int]
 """A use: the parameter's name, and its number among the uses of that parameter in a pass."""
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU whose slope is computed once for all columns that go back together, not for each of them."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return F.gelu(x, approximate=approximate)
+    result: Tensor = _Gelu.apply(x, approximate)
+    return result
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        return F.gelu(x, approximate=approximate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        slope = torch.ops.aten.gelu_backward
+        if torch._C._functorch.is_batchedtensor(by_out):
+            return by_out * slope(torch.ones_like(x), x, approximate=ctx.approximate), None
+        return slope(by_out, x, approximate=ctx.approximate), None
 
 
 class Watch(TorchFunctionMode):
@@ -44,7 +70,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         found = self._found(args, kwargs)
         if not found:
-            return func(*args, **kwargs)
+            return gelu(*args, **kwargs) if func is F.gelu else func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:  # in plain functions, which are seen here again
                 return multi_head_attention_forward(*args, **kwargs)
