@@ -15,6 +15,7 @@ from tests.nets import Mlp, Normed, blobs
 
 SMALL = {
     "attention": {"draws": 3},
+    "combined": {"settings": {"draws": 3}},
     "ensemble": {"members": 2},
     "mc_dropout": {"draws": 3},
     "mean_field": {"draws": 3},
@@ -30,7 +31,7 @@ def tokens():
     return FeatureTransformer(Encoder(dim=8, depth=1, heads=2, max_length=4), features=3)
 
 
-MODELS = {"attention": tokens}
+MODELS = {"attention": tokens, "combined": tokens}
 
 
 def fit(name, model=None, data=None, training=FAST, **settings):
