@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bayesformer.attention import AttentionMap
-from bayesformer.bench.report.colours import colour_sheet
 from bayesformer.bench.report.examples import png
 from bayesformer.bench.report.markup import Html, tag
-from bayesformer.bench.report.standalone import FONT
-from bayesformer.storage import write_atomically
+from bayesformer.bench.report.standalone import write_svg
 
 SIZE, GAP, TITLE, LINE = 170.0, 18.0, 20.0, 16.0
 COLUMNS = (("mean", "mean"), ("sd", "standard deviation"))
@@ -34,18 +32,7 @@ def figure(maps: Sequence[AttentionMap], path: Path, example: int = 0) -> Path:
     step = SIZE + TITLE + LINE + GAP
     parts = [_row(seen, head, example, GAP + i * step) for i, (seen, head) in enumerate(rows)]
     width, height = GAP + 2 * (SIZE + GAP), GAP + len(rows) * step
-    drawn = tag(
-        "svg",
-        tag("style", Html(colour_sheet() + FONT)),
-        tag("rect", width=width, height=height, style="fill:var(--bg)"),
-        parts,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:g} {height:g}",
-        width=f"{width:g}",
-        height=f"{height:g}",
-    )
-    write_atomically(path, (drawn + "\n").encode())
-    return path
+    return write_svg(path, width, height, parts)
 
 
 def _row(seen: AttentionMap, head: int, example: int, top: float) -> list[Html]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bayesformer.bench.report.colours import colour_sheet
-from bayesformer.bench.report.markup import Html, tag
+from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.plot import Plot, marker
 from bayesformer.bench.report.style import MARKS
 from bayesformer.storage import write_atomically
@@ -22,6 +22,22 @@ class Key(NamedTuple):
     label: str
     style: str  # CSS class that sets --c
     shape: int | None  # marker, or None for a dashed guide
+
+
+def write_svg(path: Path, width: float, height: float, content: Child) -> Path:
+    """Write a drawing of this size on the page's background, in its colours and type."""
+    drawn = tag(
+        "svg",
+        tag("style", Html(colour_sheet() + MARKS + FONT)),
+        tag("rect", width=width, height=height, style="fill:var(--bg)"),
+        content,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}",
+        width=f"{width:g}",
+        height=f"{height:g}",
+    )
+    write_atomically(path, (drawn + "\n").encode())
+    return path
 
 
 def write_figure(
@@ -43,19 +59,7 @@ def write_figure(
         top += TITLE + max(plot.height for _, plot in row)
     legend, lines = _legend(key, width, top + LINE)
     full = top + LINE * (lines + 1)
-    drawn = tag(
-        "svg",
-        tag("style", Html(colour_sheet() + MARKS + FONT)),
-        tag("rect", width=width, height=full, style="fill:var(--bg)"),
-        parts,
-        legend,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {width:g} {full:g}",
-        width=f"{width:g}",
-        height=f"{full:g}",
-    )
-    write_atomically(path, (drawn + "\n").encode())
-    return path
+    return write_svg(path, width, full, [parts, legend])
 
 
 def _legend(key: Sequence[Key], width: float, top: float) -> tuple[list[Html], int]:
