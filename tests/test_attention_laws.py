@@ -292,6 +292,22 @@ def test_gamma_functions_in_single_precision():
         assert torch.equal(ours, again)
 
 
+@pytest.mark.parametrize("r", [1e-4, 0.3, 1.0, 1.01, 40.0])
+def test_what_the_kl_of_gammas_is_made_of(r):
+    """In single precision, against scipy; the value may err by what x is rounded by."""
+    x = torch.cat([torch.zeros(1), torch.logspace(-30, 3, 2000)])
+    exact = x.double().numpy()
+    value, digamma, trigamma = special.gamma_ratio(x, torch.tensor(r))
+    slope = scipy_special.digamma(1 + r * exact) - scipy_special.digamma(1 + exact)
+    sums = scipy_special.gammaln(1 + r * exact) - scipy_special.gammaln(1 + exact)
+    sums += (1 - r) * exact * scipy_special.digamma(1 + exact)
+    theirs = [torch.as_tensor(each) for each in (sums, slope, scipy_special.polygamma(1, 1 + exact))]
+    for ours, other, of_x in zip((value, digamma, trigamma), theirs, (1e-7, 0, 0), strict=True):
+        assert ((ours - other).abs() <= 4e-6 + 1e-5 * other.abs() + of_x * x).all()
+    for twin, other in zip(special.gamma_ratio(x.double(), torch.tensor(r, dtype=torch.float64)), theirs, strict=True):
+        torch.testing.assert_close(twin, other, rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("alpha", [1e-3, 0.1, 1.0, 4.0, 300.0])
 def test_gamma_draws_follow_their_law(alpha):
     log_x, _ = special.log_gamma_draw(torch.full((60_000,), math.log(alpha), dtype=torch.float64))
@@ -303,11 +319,11 @@ def test_gamma_draws_follow_their_law(alpha):
 
 def test_the_quantile_map_errs_by_what_its_docstring_says():
     """Exactly, without draws: F(G(x)) against the normal CDF of x."""
-    x = torch.linspace(-5, 5, 4001, dtype=torch.float64)
+    x = torch.linspace(-9, 9, 4001, dtype=torch.float64)
     p = stats.norm.cdf(x)
-    for alpha, bound in {0.0: 2e-4, 1.0: 4.5e-5, 7.0: 3e-6}.items():
+    for alpha, bound in {0.0: 1e-4, 0.2: 1e-4, 1.0: 1e-4, 7.0: 5e-5, 1e3: 1e-5}.items():
         log_g, _ = special._log_quantile(torch.full_like(x, alpha), x.clone())
-        assert abs(scipy_special.gammainc(alpha + 3, log_g.exp().numpy()) - p).max() < bound
+        assert abs(scipy_special.gammainc(alpha + 2, log_g.exp().numpy()) - p).max() < bound
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.7, 3.0, 40.0])
@@ -321,9 +337,9 @@ def test_gamma_gradients_are_the_implicit_ones(alpha):
 def test_the_quantile_slope_is_the_derivative_of_the_exact_quantile():  # which is -(∂F/∂α)/f
     x = torch.linspace(-2.5, 2.5, 51, dtype=torch.float64)
     p, h = stats.norm.cdf(x), 1e-4
-    for alpha, tolerance in {0.0: 2e-2, 1.0: 4e-3, 10.0: 1e-4}.items():
+    for alpha, tolerance in {0.0: 4e-3, 0.3: 4e-3, 1.0: 4e-3, 10.0: 1e-3}.items():
         _, slope = special._log_quantile(torch.full_like(x, alpha), x.clone())
-        up, down = (scipy_special.gammaincinv(alpha + 3 + e, p) for e in (h, -h))
+        up, down = (scipy_special.gammaincinv(alpha + 2 + e, p) for e in (h, -h))
         exact = torch.as_tensor((numpy.log(up) - numpy.log(down)) / (2 * h))
         torch.testing.assert_close(slope, exact, rtol=tolerance, atol=0)
 

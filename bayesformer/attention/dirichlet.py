@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.edges import Edges, Visible
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import Drawn, Family
 from bayesformer.attention.fused import (
     Hidden,
     exponential_,
@@ -24,10 +24,9 @@ from bayesformer.attention.fused import (
     row_softmax,
     visible_sum,
 )
-from bayesformer.attention.special import FLOOR, gammas, gammas_and_trigamma, log_gamma_draw, log_surrogate_draw
+from bayesformer.attention.special import FLOOR, gamma_ratio, gammas_and_trigamma, log_gamma_draw, log_surrogate_draw
 from bayesformer.attention.spread import Learned, Spread
 from bayesformer.errors import unknown_name
-from bayesformer.types import Draw
 
 Gradient: TypeAlias = Literal["implicit", "surrogate"]
 Divergence: TypeAlias = Literal["dirichlet", "gamma"]
@@ -78,13 +77,13 @@ class Dirichlet(Family):
         self.prior_sharpness, self.symmetric = prior_sharpness, symmetric
         self.gradient, self.divergence = gradient, divergence
 
-    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:  # noqa: ARG002
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:  # noqa: ARG002
         """Gamma draws in logarithms, and their softmax."""
         hidden = hidden_keys(mask)
         a = self.spread(logits, mask)  # broadcasts to (B, H, T, 1), or to (B, H, 1, E) on a graph
-        log_alpha = hide((masked_log_softmax(logits, hidden) + a.log()).clamp_min(FLOOR), hidden, FLOOR)
+        log_alpha = hide(masked_log_softmax(logits, hidden) + a.log(), hidden, FLOOR)
         weights = row_softmax(known(DRAWS[self.gradient], log_alpha), hidden)
-        return Draw(weights, self._kl(log_alpha, a, mask, hidden))
+        return weights, lambda: self._kl(log_alpha, a, mask, hidden)
 
     def _kl(self, log_alpha: Tensor, a: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
         seen = _keys_of_rows(mask, log_alpha)  # (·, ·, T, 1), or (E,)
@@ -129,14 +128,11 @@ def _centred(log_alpha: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     entry, α = 0, adds exactly 0.
     """
     alpha = log_alpha.exp()
-    log_gamma, digamma, trigamma = gammas_and_trigamma(alpha)
-    log_gamma0, digamma0 = gammas(r * alpha)
-    rest = (1 - r) * alpha
-    value = log_gamma0.sub_(log_gamma).addcmul_(rest, digamma).sum(-1, keepdim=True)
-    of_r = digamma0.sub_(digamma).mul_(alpha)
-    slope = torch.addcmul(r * of_r, rest.mul_(alpha), trigamma)
+    value, less_digamma, trigamma = gamma_ratio(alpha, r)
+    of_r = less_digamma.mul_(alpha)
+    slope = (r * of_r).addcmul_(trigamma.mul_(1 - r), alpha.square_())
     # Keys of a row share r. Where a row of numbers is a list of edges, each has that of its node.
-    return value, slope, of_r.sum(-1, keepdim=True) if r.shape[-1] == 1 else of_r
+    return value.sum(-1, keepdim=True), slope, of_r.sum(-1, keepdim=True) if r.shape[-1] == 1 else of_r
 
 
 def _symmetric_sum(log_alpha: Tensor, s: float, hidden: Hidden) -> tuple[Tensor, Tensor]:
@@ -146,6 +142,7 @@ def _symmetric_sum(log_alpha: Tensor, s: float, hidden: Hidden) -> tuple[Tensor,
 
 def _symmetric(log_alpha: Tensor, s: float) -> tuple[Tensor, Tensor]:
     """log Γ(s) - log Γ(α) + (α - s) ψ(α), and its derivative in log α."""
+    log_alpha = log_alpha.clamp_min(FLOOR)
     alpha = log_alpha.exp()
     log_gamma, digamma, trigamma = gammas_and_trigamma(alpha)
     ratio, slope = exponential_(math.log(s) - log_alpha)  # s / α

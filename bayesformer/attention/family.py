@@ -10,7 +10,7 @@ On a graph, `Edges` stand in for the mask, logits and weights are (B, H, 1, E), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +23,8 @@ from bayesformer.attention.edges import Visible
 from bayesformer.types import Draw
 
 Mode: TypeAlias = Literal["draw", "mean"]
+Drawn: TypeAlias = tuple[Tensor, Callable[[], Tensor]]
+"""Weights, and what computes their KL: prediction has no use for it."""
 
 
 class Family(nn.Module):
@@ -36,6 +38,8 @@ class Family(nn.Module):
     wants_keys: bool = False
     mode: Mode | None = None
     draws: int | None = None
+    counts: bool = True
+    """whether the KL of draws is computed"""
     depth: int = 0
     """how many models are in the middle of a pass around this family: within one, KLs add up; else each replaces it"""
     wants_gradient: bool = False
@@ -55,10 +59,14 @@ class Family(nn.Module):
             spread = logits.to(full)
             if self.draws is not None and logits.dim() == 4:
                 spread = spread.expand(self.draws, *logits.shape)  # (L, B, H, T, S)
-            weights, kl = self.draw(spread, mask, keys)
+            weights, cost = self.draw(spread, mask, keys)
+            kl = cost() if self.counts else weights.new_zeros(weights.shape[:-3])
         else:
             weights, kl = masked_softmax(logits, mask), logits.new_zeros(logits.shape[:-3], dtype=full)
-        self._record(kl)
+        if self.counts:
+            self._record(kl)
+        else:
+            self.owed = []
         return Draw(self.dropout(weights).to(logits.dtype), kl)
 
     @property
@@ -80,8 +88,8 @@ class Family(nn.Module):
             )
         self.owed = [*self.owed, kl]
 
-    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:
-        """Weights and KL for logits in single precision or better."""
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
+        """Weights, and a function of nothing that gives their KL, for logits in single precision or better."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,19 +116,24 @@ def attention_kl(model: nn.Module) -> Tensor:
         )
     owed = [kl for family in found for kl in family.owed]
     if not owed:
-        raise ValueError(f"model must be called before its KL is read; {type(model).__name__} was not.")
+        raise ValueError(
+            f"model must be called before its KL is read; {type(model).__name__} was not, or only to predict."
+        )
     return torch.stack(owed).sum(0)
 
 
 @contextmanager
-def attention_mode(model: nn.Module, mode: Mode, draws: int | None = None) -> Iterator[None]:
-    """Within it all families draw, `draws` at once if given, or all are in mean mode, whatever the model's mode."""
+def attention_mode(model: nn.Module, mode: Mode, draws: int | None = None, kl: bool = True) -> Iterator[None]:
+    """Within it all families draw, `draws` at once if given, or all are in mean mode, whatever the model's mode.
+
+    Without `kl` their KL is neither computed nor on record.
+    """
     found = families(model)
-    before = [(family.mode, family.draws) for family in found]
+    before = [(family.mode, family.draws, family.counts) for family in found]
     for family in found:
-        family.mode, family.draws = mode, draws
+        family.mode, family.draws, family.counts = mode, draws, kl
     try:
         yield
     finally:
-        for family, (old_mode, old_draws) in zip(found, before, strict=True):
-            family.mode, family.draws = old_mode, old_draws
+        for family, old in zip(found, before, strict=True):
+            family.mode, family.draws, family.counts = old

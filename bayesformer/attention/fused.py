@@ -152,7 +152,8 @@ def in_pieces(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tu
     rows = [x.expand(*lead, x.shape[-1]).reshape(-1, x.shape[-1]) for x in inputs]
     size = max(1, PIECE // rows[0].shape[-1]) if rows[0].device.type == "cpu" else max(1, len(rows[0]))
     found = [compute(*piece) for piece in zip(*(x.split(size) for x in rows), strict=True)]
-    return tuple(torch.cat(parts).view(*lead, -1) for parts in zip(*found, strict=True))
+    joined = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
+    return tuple(part.view(*lead, -1) for part in joined)
 
 
 def exponential_(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import Drawn, Family
 from bayesformer.attention.fused import hidden_keys, noisy_softmax, visible_sum
 from bayesformer.attention.noise import normal
 from bayesformer.attention.spread import Learned, Spread
-from bayesformer.types import Draw
 
 
 class Gaussian(Family):
@@ -31,12 +31,15 @@ class Gaussian(Family):
         check_above_zero(prior_sigma=prior_sigma)
         self.spread, self.prior_sigma = spread or Learned(start=prior_sigma), prior_sigma
 
-    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:  # noqa: ARG002
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:  # noqa: ARG002
         """One softmax with noise added to the logits."""
         sigma = self.spread(logits, mask)  # broadcasts to (B, H, T, S)
         weights = noisy_softmax(logits, sigma, normal(logits), hidden_keys(mask))
-        ratio = sigma / self.prior_sigma
-        return Draw(weights, visible_sum(0.5 * (ratio.square() - 1) - ratio.log(), mask, logits.shape))
+        return weights, lambda: self._kl(sigma / self.prior_sigma, mask, logits.shape)
+
+    @staticmethod
+    def _kl(ratio: Tensor, mask: Visible, shape: torch.Size) -> Tensor:
+        return visible_sum(0.5 * (ratio.square() - 1) - ratio.log(), mask, shape)
 
     def extra_repr(self) -> str:
         """The prior."""

@@ -14,10 +14,9 @@ from torch import Tensor
 from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import Drawn, Family
 from bayesformer.attention.fused import Hidden, hidden_keys, hide_, known, noisy_softmax, visible_count
 from bayesformer.attention.noise import normal
-from bayesformer.types import Draw
 
 
 class Lognormal(Family):
@@ -52,18 +51,19 @@ class Lognormal(Family):
         """A draw of log S, before a row is normalised; E[S] = exp(logits)."""
         return logits + self.sigma * normal(logits) - self.sigma**2 / 2
 
-    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
         weights = noisy_softmax(logits, self.sigma, normal(logits), hidden)
+        return weights, lambda: self._kl(self._away(logits, mask, keys), mask, hidden)
+
+    def _away(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Tensor:
+        """(B, H, T, S): the distance of the two locations."""
         if self.contextual is None:
-            away = logits - (self.mu + self.sigma**2 / 2)
-        else:
-            away = logits - self.contextual(keys, mask).exp() - self.sigma**2 / 2
-        return Draw(weights, self._kl(away, mask, hidden))
+            return logits - (self.mu + self.sigma**2 / 2)
+        return logits - self.contextual(keys, mask).exp() - self.sigma**2 / 2
 
     def _kl(self, away: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
-        """From the distance of the two locations, (B, H, T, S)."""
         # Ratios are squared, not squares divided: σ₀ may be 1e15 and σ 1e-15.
         each = math.log(self.prior_sigma) - math.log(self.sigma) + 0.5 * (self.sigma / self.prior_sigma) ** 2 - 0.5
 

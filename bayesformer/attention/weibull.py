@@ -16,7 +16,7 @@ from torch import Tensor
 from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import Drawn, Family
 from bayesformer.attention.fused import (
     Hidden,
     exponential_,
@@ -30,7 +30,6 @@ from bayesformer.attention.fused import (
 )
 from bayesformer.attention.noise import log_uniform
 from bayesformer.attention.special import EULER
-from bayesformer.types import Draw
 
 
 class Weibull(Family):
@@ -63,13 +62,11 @@ class Weibull(Family):
         """A draw of log S, before a row is normalised; E[S] = exp(logits)."""
         return logits + self._noise(logits) / self.k - math.lgamma(1 + 1 / self.k)
 
-    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Draw:
+    def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
         weights = noisy_softmax(logits, 1 / self.k, self._noise(logits), hidden)
-        if self.contextual is None:
-            return Draw(weights, self._kl(logits, mask, hidden))
-        return Draw(weights, self._contextual_kl(logits, mask, hidden, self.contextual(keys, mask)))
+        return weights, lambda: self._kl(logits, mask, hidden, keys)
 
     @staticmethod
     def _noise(logits: Tensor) -> Tensor:
@@ -84,7 +81,9 @@ class Weibull(Family):
     def _constant(self) -> float:
         return math.log(self.k) - EULER - 1
 
-    def _kl(self, logits: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
+    def _kl(self, logits: Tensor, mask: Visible, hidden: Hidden, keys: Tensor | None) -> Tensor:
+        if self.contextual is not None:
+            return self._contextual_kl(logits, mask, hidden, self.contextual(keys, mask))
         each = self.alpha * self._slope + math.lgamma(self.alpha) + self._constant
 
         def varying(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ class PredictTask:
         self._load(0)
         module, device = self.model.module, self.device
         own = [torch.Generator(device).manual_seed(fold(self.seed, "draw", member)) for member in members]
-        with torch.inference_mode(), attention_mode(module, "draw", len(members)), streams(own):
+        with torch.inference_mode(), attention_mode(module, "draw", len(members), kl=False), streams(own):
             return torch.cat([apply(module, chunk) for chunk in chunks], 1)
 
     def chunks(self) -> Iterator[Inputs]:
@@ -145,7 +145,7 @@ class PredictTask:
         return None if same else reason
 
     def _drawing(self) -> AbstractContextManager[None]:
-        return attention_mode(self.model.module, "draw") if self.attention else nullcontext()
+        return attention_mode(self.model.module, "draw", kl=False) if self.attention or self.noisy else nullcontext()
 
     def _load(self, member: int) -> None:
         row = 0 if self.noisy else member
