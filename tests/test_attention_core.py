@@ -9,6 +9,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn import functional as F
 
 from bayesformer.attention import Attention, Linear, Softmax, masked_softmax
+from bayesformer.attention.core import Dropout
 from bayesformer.types import Draw
 from tests.laws import assert_law, assert_mean
 
@@ -169,3 +170,20 @@ def test_linear_starts_uniform_within_glorots_bound():
 def test_errors_name_argument_rule_and_value(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_dropout_has_the_law_of_dropout():
+    drop, x = Dropout(0.3), torch.full((50_000,), 2.0, requires_grad=True)
+    out = drop(x)
+    kept = (out != 0).double()
+    assert_mean(kept, 0.7)
+    torch.testing.assert_close(out[out != 0], torch.full((int(kept.sum()),), 2 / 0.7))
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad != 0, out != 0)
+    torch.testing.assert_close(grad[grad != 0], torch.full((int(kept.sum()),), 1 / 0.7))
+    assert torch.equal(drop.eval()(x), x)
+    assert torch.equal(Dropout(0.0)(x), x)
+    turned = Dropout(0.5)(torch.ones(3, 4).mT)
+    assert turned.stride() == (1, 4)  # as it came: numbers of an edge stay together
+    mapped = vmap(Dropout(0.5), randomness="different")(torch.ones(2, 100))
+    assert not torch.equal(mapped[0], mapped[1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bayesformer as bf
-from bayesformer.attention import Softmax, Weibull, attention_kl, attention_mode, families
+from bayesformer.attention import Softmax, Weibull, attention_kl, attention_mode
 from bayesformer.attention.noise import log_uniform, normal, streams
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
@@ -113,21 +113,21 @@ def test_log_uniform_is_never_zero_or_infinite(monkeypatch):
             assert torch.isfinite(value.neg().log()).all()
 
 
-def test_prediction_does_not_compute_a_kl_and_leaves_none_on_record(monkeypatch):
+def test_prediction_does_not_compute_a_kl(monkeypatch):
     made = posterior(Regressor(Encoder(dim=8, heads=2, family=STOCHASTIC["weibull"])))
     x = torch.randn(3, 5, 1)
-    kept = attention_kl_after(made.model, x)
-    assert (kept > 0).all()
-    for name in ("_kl", "_contextual_kl"):
-        monkeypatch.setattr(Weibull, name, lambda *_: pytest.fail("a KL was computed"))
+    monkeypatch.setattr(Weibull, "_kl", lambda *_: pytest.fail("a KL was computed"))
     for strategy in ("looped", "batched"):
-        made.outputs(x, strategy=strategy)
-        with pytest.raises(ValueError, match="only to predict"):
-            attention_kl(made.model)
-    assert all(family.counts for family in families(made.model))
+        assert made.outputs(x, strategy=strategy).values.shape == (5, 3, 5, 2)
 
 
-def attention_kl_after(model, x):
-    with attention_mode(model, "draw"):
+def test_without_a_kl_none_is_on_record():
+    model, x = Regressor(Encoder(dim=8, heads=2, family=STOCHASTIC["weibull"])), torch.randn(3, 5, 1)
+    model(x)
+    assert (attention_kl(model) > 0).all()
+    with attention_mode(model, "draw", kl=False):
         model(x)
-    return attention_kl(model)
+    with pytest.raises(ValueError, match="only to predict"):
+        attention_kl(model)
+    model(x)
+    assert (attention_kl(model) > 0).all()

@@ -6,6 +6,7 @@ import torch
 import bayesformer as bf
 from bayesformer.attention import Edges, Gaussian, GraphAttention, Learned, RowNetwork, attention_mode, noise
 from bayesformer.attention.edges import Rows
+from bayesformer.attention.noise import normal
 from bayesformer.attention.scores import Gat
 from bayesformer.data.graphs import Graph, compressed_rows
 from bayesformer.models import GraphAttentionNetwork
@@ -109,9 +110,11 @@ def test_collecting_some_edges_at_a_time_is_the_plain_sum(piece, monkeypatch):
     torch.testing.assert_close(mapped, e.collect(weights, values))
 
 
+@pytest.mark.parametrize("block", [1, 12, 1 << 20])
 @pytest.mark.parametrize("sparse", [0.0, 1.0], ids=["dense product", "bags"])
-def test_compressed_rows_are_the_features(sparse, monkeypatch):
+def test_compressed_rows_are_the_features(sparse, block, monkeypatch):
     monkeypatch.setattr("bayesformer.attention.edges.SPARSE", sparse)
+    monkeypatch.setattr("bayesformer.attention.edges.BLOCK", block)
     x = torch.randn(N, 5, dtype=torch.float64) * (torch.rand(N, 5) < 0.4)
     x[2] = 0  # a node without a word
     graph = Graph(x, EDGES, torch.zeros(N).long(), *torch.ones(3, N, dtype=torch.bool))
@@ -122,6 +125,42 @@ def test_compressed_rows_are_the_features(sparse, monkeypatch):
     weight = network.layers[0].project.weight
     (one,), (other,) = (torch.autograd.grad(out.square().sum(), weight) for out in (plain, rows))
     torch.testing.assert_close(one, other)
+    entries, all_entries = inputs["x"].requires_grad_(), x[None].clone().requires_grad_()
+    (by_rows,) = torch.autograd.grad(network(**inputs).square().sum(), entries)
+    (by_x,) = torch.autograd.grad(network(all_entries, EDGES[None]).square().sum(), all_entries)
+    torch.testing.assert_close(by_rows[0], by_x[0][x != 0])
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_nodes_out_of_sight_may_be_left_out(hops):
+    """A chain and a few chords: outputs at the nodes asked for are those on the whole graph."""
+    number, mask = 40, torch.zeros(40, dtype=torch.bool)
+    mask[[3, 4, 20]] = True
+    pairs = torch.tensor([[*range(number - 1), 3, 39, 30], [*range(1, number), 11, 21, 2]])
+    edge_index = torch.cat([pairs, pairs[:, ::3].flip(0)], 1)
+    graph = Graph(torch.randn(number, 5).double(), edge_index, torch.arange(number) % 3, mask, mask, mask)
+    network = GraphAttentionNetwork(5, 3, depth=hops).double().eval()
+    few, whole = graph.part(mask, hops=hops), graph.part(mask)
+    assert graph.part(mask, compressed=True, hops=hops).inputs["starts"].shape == (1, few.mask.numel() + 1)
+    assert few.mask.sum() == 3 < few.mask.numel() < number
+    torch.testing.assert_close(network(**few.inputs)[few.mask], network(**whole.inputs)[whole.mask])
+    assert torch.equal(few.targets[few.mask], whole.targets[whole.mask])
+    with pytest.raises(ValueError, match="hops must be at least 1; got 0"):
+        graph.part(mask, hops=0)
+    if hops == 1:
+        return
+    fewer = graph.part(mask, hops=hops - 1)  # one too few is seen
+    assert not torch.allclose(network(**fewer.inputs)[fewer.mask], network(**whole.inputs)[whole.mask])
+
+
+def test_the_numbers_of_an_edge_stand_together_from_the_scores_to_the_weights():
+    """Else every gather is a copy and a slow walk: right, and several times slower."""
+    e, h = edges(), torch.randn(1, H, N, d)
+    logits = Gat(H, d).along(h, h, e)
+    for x in (logits, e.softmax(logits), Gaussian()(logits, e).weights, normal(logits)):
+        assert x.shape == (1, H, 1, len(e.source))
+        assert x.stride()[1] == 1
+        assert x.stride()[3] == H
 
 
 def test_dropout_of_compressed_rows_is_dropout_of_the_features():

@@ -38,5 +38,5 @@ class Contextual(nn.Module):
         scores = self.outer(F.relu(self.inner(keys.to(self.inner.weight.dtype)))).mT  # (B, H, 1, S)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if isinstance(mask, Edges):
-            return mask.log_softmax(scores[..., mask.source])
+            return mask.log_softmax(mask.sent(scores))
         return masked_log_softmax(scores, ~mask)

@@ -2,6 +2,9 @@
 
 Dense attention has logits (B, H, T, S) and a mask. On a graph with E edges they are (B, H, 1, E), one number per edge,
 and `Edges` stands where the mask stood: the edges into a node are its row. Nothing here is N by N.
+
+In memory the numbers of an edge, or of a node, stand together, whatever the shape says: what is gathered along edges
+is then a few long reads instead of many short ones. Operations entry by entry keep that order.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from bayesformer.functional import transformed
@@ -43,16 +47,22 @@ class Edges:
 
     def sum(self, x: Tensor) -> Tensor:
         """(..., N): the sum of each row of (..., E)."""
-        return x.new_zeros(*x.shape[:-1], self.nodes).scatter_add(-1, self.target.expand(x.shape), x)
+        rows = _last_first(x)
+        return _first_last(rows.new_zeros(self.nodes, rows.shape[1]).index_add(0, self.target, rows), x)
 
     def largest(self, x: Tensor) -> Tensor:
         """(..., N): the largest of each row; the lowest number there is where a row is empty."""
-        lowest = x.new_full((*x.shape[:-1], self.nodes), torch.finfo(x.dtype).min)
-        return lowest.scatter_reduce(-1, self.target.expand(x.shape), x, "amax")
+        rows = _last_first(x)
+        lowest = rows.new_full((self.nodes, rows.shape[1]), torch.finfo(x.dtype).min)
+        return _first_last(lowest.scatter_reduce(0, self.target[:, None].expand_as(rows), rows, "amax"), x)
 
     def spread(self, x: Tensor) -> Tensor:
         """(..., E): each edge gets the number of its row, from (..., N)."""
-        return x[..., self.target]
+        return _first_last(_last_first(x).index_select(0, self.target), x)
+
+    def sent(self, x: Tensor) -> Tensor:
+        """(..., E): each edge gets the number of its source, from (..., N)."""
+        return _first_last(_last_first(x).index_select(0, self.source), x)
 
     def seen(self, like: Tensor) -> Tensor:
         """(E,): the length of each edge's row."""
@@ -103,7 +113,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, values: Tensor, edges: Edges) -> Tensor:
         ctx.save_for_backward(weights, values)
         ctx.edges = edges
-        w, v = _edges_first(weights), _nodes_first(values)  # (E, L), (N, L, d)
+        w, v = _last_first(weights), _nodes_first(values)  # (E, L), (N, L, d)
         out = torch.zeros_like(v)
         for source, target, share in _pieces(edges, w, v):
             out.index_add_(0, target, v.index_select(0, source).mul_(share.unsqueeze(-1)))
@@ -120,7 +130,7 @@ class _Collect(torch.autograd.Function):
             wanted = [x for x, want in zip((weights, values), ctx.needs_input_grad, strict=False) if want]
             found = iter(torch.autograd.grad(out, wanted, by_out, create_graph=torch.is_grad_enabled()))
             return *(next(found) if want else None for want in ctx.needs_input_grad[:2]), None
-        w, v, g = _edges_first(weights), _nodes_first(values), _nodes_first(by_out)
+        w, v, g = _last_first(weights), _nodes_first(values), _nodes_first(by_out)
         by_weights, by_values = torch.empty_like(w), torch.zeros_like(v)
         start = 0
         for source, target, share in _pieces(edges, w, v):
@@ -128,12 +138,17 @@ class _Collect(torch.autograd.Function):
             torch.sum(sent * v.index_select(0, source), -1, out=by_weights[start : start + len(share)])
             by_values.index_add_(0, source, sent.mul_(share.unsqueeze(-1)))
             start += len(share)
-        return by_weights.mT.reshape(weights.shape), by_values.movedim(0, -2).reshape(values.shape), None
+        return _first_last(by_weights, weights), by_values.movedim(0, -2).reshape(values.shape), None
 
 
-def _edges_first(weights: Tensor) -> Tensor:
-    """(E, L) of (..., E)."""
-    return weights.reshape(-1, weights.shape[-1]).mT.contiguous()
+def _last_first(x: Tensor) -> Tensor:
+    """(E, L) of (..., E), or (N, L) of (..., N)."""
+    return x.reshape(-1, x.shape[-1]).mT.contiguous()
+
+
+def _first_last(rows: Tensor, like: Tensor) -> Tensor:
+    """The way back, to the leading axes of `like`."""
+    return rows.mT.reshape(*like.shape[:-1], len(rows))
 
 
 def _nodes_first(values: Tensor) -> Tensor:
@@ -164,12 +179,54 @@ class Rows(NamedTuple):
         """(N, O): the features times the transpose of a weight (O, F)."""
         nodes, features = len(self.starts) - 1, weight.shape[1]
         if self.values.numel() > SPARSE * nodes * features:
-            rows = torch.repeat_interleave(self.starts.diff())
-            dense = self.values.new_zeros(nodes, features).index_put_((rows, self.columns), self.values)
-            return F.linear(dense, weight)
+            if self.values.requires_grad or transformed():
+                rows = torch.repeat_interleave(self.starts.diff())
+                dense = self.values.new_zeros(nodes, features).index_put((rows, self.columns), self.values)
+                return F.linear(dense, weight)
+            result: Tensor = _DenseTimes.apply(self, weight)
+            return result
         return F.embedding_bag(
             self.columns, weight.mT, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
         )
+
+
+BLOCK = 1 << 20  # numbers of a block of rows written out
+
+
+class _DenseTimes(torch.autograd.Function):
+    """Rows written out a block at a time, into the same memory: all of them would be new memory in every pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, weight: Tensor) -> Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(weight)
+        out = weight.new_empty(len(rows.starts) - 1, len(weight))
+        for where, dense in _blocks(rows, weight.shape[1]):
+            torch.mm(dense, weight.mT, out=out[where])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_out: Tensor) -> tuple[None, Tensor]:
+        (weight,) = ctx.saved_tensors
+        by_weight = torch.zeros_like(weight)
+        for where, dense in _blocks(ctx.rows, weight.shape[1]):
+            by_weight.addmm_(by_out[where].mT, dense)
+        return None, by_weight
+
+
+def _blocks(rows: Rows, features: int) -> Iterator[tuple[slice, Tensor]]:
+    """Some nodes, and their features (·, F)."""
+    nodes = len(rows.starts) - 1
+    size = max(1, min(nodes, BLOCK // features)) if rows.values.device.type == "cpu" else max(1, nodes)
+    dense = rows.values.new_empty(size, features)
+    for start in range(0, nodes, size):
+        starts = rows.starts[start : start + size + 1]
+        some = slice(int(starts[0]), int(starts[-1]))
+        places = torch.repeat_interleave(starts.diff()).mul_(features).add_(rows.columns[some])
+        block = dense[: len(starts) - 1].zero_()
+        block.view(-1).index_put_((places,), rows.values[some])
+        yield slice(start, start + len(block)), block
 
 
 Visible: TypeAlias = Tensor | Edges

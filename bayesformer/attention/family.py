@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.attention.checks import check_rate
-from bayesformer.attention.core import masked_softmax
+from bayesformer.attention.core import Dropout, masked_softmax
 from bayesformer.attention.edges import Visible
 from bayesformer.types import Draw
 
@@ -48,7 +48,7 @@ class Family(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         check_rate("dropout", dropout)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.owed: list[Tensor] = []  # the KLs of the latest pass, each (B,)
 
     def forward(self, logits: Tensor, mask: Visible, keys: Tensor | None = None) -> Draw:

@@ -68,8 +68,9 @@ class Gat(nn.Module):
     def along(self, q: Tensor, k: Tensor, edges: Edges) -> Tensor:
         """From the nodes' (B, H, N, d) to one logit per edge, (B, H, 1, E)."""
         of_query, of_key = self._parts(q, k)
-        logits = F.leaky_relu(of_query[..., edges.target] + of_key[..., edges.source], self.slope)
+        logits = F.leaky_relu(edges.spread(of_query) + edges.sent(of_key), self.slope)
         return logits.unsqueeze(-2)
 
     def _parts(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return (q * self.a[:, None]).sum(-1), (k * self.b[:, None]).sum(-1)  # (B, H, T), (B, H, S)
+        # Products of matrices, not of entries: (B, H, T, d) would be written out only to be summed.
+        return (q @ self.a.unsqueeze(-1)).squeeze(-1), (k @ self.b.unsqueeze(-1)).squeeze(-1)  # (B, H, T), (B, H, S)

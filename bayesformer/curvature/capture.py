@@ -23,6 +23,7 @@ does not pass is handled as "general".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -140,24 +141,34 @@ def mismatches(parameters: Mapping[str, Tensor], outputs: Tensor, sites: list[Si
     exact = torch.autograd.grad(outputs, list(parameters.values()), columns[0], retain_graph=True, allow_unused=True)
     sites = [site for site in sites if site.name in parameters]
     gradients = backpropagate(sites, outputs, columns)
+    found: dict[str, Tensor] = {}
+    for site, g in zip(sites, gradients, strict=True):
+        own = site.per_example(g)[0]
+        found[site.name] = found[site.name] + own if site.name in found else own
+    expected = {
+        name: torch.zeros_like(p) if answer is None else answer
+        for (name, p), answer in zip(parameters.items(), exact, strict=True)
+    }
+    unseen = [name for name in parameters if name not in found and bool((expected[name] != 0).any())]
+    seen = {name: expected[name] for name in found}
+    sizes = _norms(list(seen.values()))
+    apart = _norms([own[1:] for own in found.values()])
+    away = _norms([own[0] - answer for own, answer in zip(found.values(), seen.values(), strict=True)])
     # A gradient that is 0 but for rounding (a key's bias) is judged by the size of all gradients.
-    sizes = [answer.norm() for answer in exact if answer is not None]
-    whole = torch.stack(sizes).norm() if sizes else outputs.new_zeros(())
-    wrong = {}
-    for (name, parameter), answer in zip(parameters.items(), exact, strict=True):
-        expected = torch.zeros_like(parameter) if answer is None else answer
-        own = [site.per_example(g)[0] for site, g in zip(sites, gradients, strict=True) if site.name == name]
-        if not own:
-            if answer is not None and bool((answer != 0).any()):
-                wrong[name] = "no use of it was seen"
-            continue
-        found = sum(own[1:], own[0])
-        tolerance = torch.finfo(expected.dtype).eps ** 0.5 * (expected.norm() + 0.01 * whole)
-        if len(found) > 1 and found[1:].norm() > tolerance:
+    whole = math.hypot(*sizes)
+    wrong = dict.fromkeys(unseen, "no use of it was seen")
+    for name, size, others, off in zip(found, sizes, apart, away, strict=True):
+        tolerance = torch.finfo(seen[name].dtype).eps ** 0.5 * (size + 0.01 * whole)
+        if others > tolerance:
             wrong[name] = "its uses do not keep examples apart along one axis"
-        elif (found[0] - expected).norm() > tolerance:
+        elif off > tolerance:
             wrong[name] = "its uses that were seen do not add up to its gradient"
     return wrong
+
+
+def _norms(tensors: list[Tensor]) -> list[float]:
+    """All in one wait for the device."""
+    return torch.stack([t.norm().double() for t in tensors]).tolist() if tensors else []
 
 
 def patternless(like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class Graph(NamedTuple):
     validation: Tensor
     test: Tensor
 
-    def part(self, mask: Tensor, compressed: bool = False) -> Data:
+    def part(self, mask: Tensor, compressed: bool = False, hops: int | None = None) -> Data:
         """The whole graph as the one example there is; only the classes of nodes in the mask count.
 
         Learning is transductive: all parts have the same inputs, features of test nodes included.
@@ -28,9 +28,29 @@ class Graph(NamedTuple):
         Args:
             mask: (N,) boolean.
             compressed: whether features come as compressed rows, for bags of words, which are nearly all 0.
+            hops: leave out what the nodes in the mask do not see through this many layers. Their outputs are the
+                same; the KL of stochastic attention, which is one of all edges, is not.
         """
+        if hops is not None and hops < 1:
+            raise ValueError(f"hops must be at least 1; got {hops}.")
+        if hops is not None:
+            return self.around(mask, hops).part(mask[self.seen(mask, hops)], compressed)
         nodes = compressed_rows(self.x) if compressed else {"x": self.x[None]}
         return Data({**nodes, "edge_index": self.edge_index[None]}, self.y[None], mask[None])
+
+    def seen(self, mask: Tensor, hops: int) -> Tensor:
+        """(N,) boolean: nodes from which a node in the mask can be reached by at most `hops` edges."""
+        seen, (source, target) = mask.clone(), self.edge_index
+        for _ in range(hops):
+            seen = seen.index_fill(0, source[seen[target]], True)
+        return seen
+
+    def around(self, mask: Tensor, hops: int) -> Graph:
+        """The graph of these nodes, and of the edges into those among them that are one hop nearer."""
+        kept, inner = self.seen(mask, hops), self.seen(mask, hops - 1)
+        number = kept.cumsum(0) - 1
+        edges = number[self.edge_index[:, inner[self.edge_index[1]]]]
+        return Graph(self.x[kept], edges, *(part[kept] for part in self[2:]))
 
 
 def compressed_rows(x: Tensor) -> dict[str, Tensor]:

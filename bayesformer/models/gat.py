@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from bayesformer.attention import Edges, GraphAttention, Softmax
 from bayesformer.attention.checks import check_positive, check_rate
+from bayesformer.attention.core import Dropout
 from bayesformer.attention.edges import Rows
 
 
@@ -50,7 +51,7 @@ class GraphAttentionNetwork(nn.Module):
         inner = width * heads
         hidden = [GraphAttention(inner if i else features, width, heads, make()) for i in range(depth - 1)]
         last = GraphAttention(inner if depth > 1 else features, classes, out_heads, make(), concat=False)
-        self.layers, self.dropout = nn.ModuleList([*hidden, last]), nn.Dropout(dropout)
+        self.layers, self.dropout = nn.ModuleList([*hidden, last]), Dropout(dropout)
         self.features, self.self_loops = features, self_loops
 
     def forward(

@@ -18,6 +18,8 @@ from bayesformer.models.gat import GraphAttentionNetwork
 from bayesformer.train import Training
 from bayesformer.types import Inputs
 
+DEPTH = 2
+
 
 @dataclass(frozen=True)
 class CitationGraph(Task):
@@ -47,24 +49,23 @@ class CitationGraph(Task):
         return Training(epochs=1000, batch_size=1, lr=self.lr, schedule="constant", clip=1e9, patience=100)
 
     def load(self) -> TaskData:
-        """The graph three times, with the masks of the standard split."""
+        """The graph, and what validation and test nodes see of it; the masks are those of the standard split."""
         graph = load_graph(self.name)
-        train, validation, test = (
-            graph.part(mask, compressed=True) for mask in (graph.train, graph.validation, graph.test)
-        )
-        return TaskData(train, validation, test, probes={})
+        validation, test = (graph.part(mask, compressed=True, hops=DEPTH) for mask in (graph.validation, graph.test))
+        return TaskData(graph.part(graph.train, compressed=True), validation, test, probes={})
 
     def model(self) -> nn.Module:
         """Two layers."""
         graph = load_graph(self.name)
         features, classes = graph.x.shape[1], int(graph.y.max()) + 1
-        return GraphAttentionNetwork(features, classes, self.width, self.heads, self.out_heads, dropout=self.dropout)
+        return GraphAttentionNetwork(features, classes, self.width, self.heads, self.out_heads, DEPTH, self.dropout)
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
         """Scores on the test nodes, each of them a question."""
         test = data.test
         assert test.mask is not None
-        nodes = Data({"node": test.mask.nonzero()[:, 1]}, test.targets[test.mask])
+        numbers = load_graph(self.name).test.nonzero()[:, 0]  # in the whole graph, in the same order
+        nodes = Data({"node": numbers}, test.targets[test.mask])
         return classification_evaluation(ask(test.inputs).select(test.mask), nodes, {})
 
     def inputs(self, rows: Tensor) -> Inputs:
