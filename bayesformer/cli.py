@@ -134,6 +134,14 @@ def _add_study(verbs: Any) -> None:
     )
     cost.add_argument("results", type=Path, help="results folder, e.g. results/laplace")
     cost.add_argument("--output", type=Path, help="the figure (RESULTS/cost.svg)")
+    graphs = names.add_parser(
+        "graphs",
+        help="stochastic attention on citation graphs",
+        description="Reads stored results of experiments/graphs.toml and runs nothing. Prints Table 1 of Fan et al. "
+        "(2020), Bayesian Attention Modules, beside the paper's numbers, then log-likelihood, calibration and PAvPU, "
+        "which the paper lacks, and whether its differences are seen.",
+    )
+    graphs.add_argument("results", type=Path, help="results folder, e.g. results/graphs")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",
@@ -284,7 +292,8 @@ def predict(arguments: argparse.Namespace) -> int:
 
 def study(arguments: argparse.Namespace) -> int:
     """Answer a study's question."""
-    return {"cold": _study_cold, "cost": _study_cost, "attention": _study_attention}[arguments.name](arguments)
+    verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
+    return verbs[arguments.name](arguments)
 
 
 def _study_cold(arguments: argparse.Namespace) -> int:
@@ -311,6 +320,15 @@ def _study_cost(arguments: argparse.Namespace) -> int:
     results = load_results(arguments.results)
     print(cost.table(results))
     print(f"figure: {cost.figure(results, arguments.output or arguments.results / 'cost.svg')}")
+    return 0
+
+
+def _study_graphs(arguments: argparse.Namespace) -> int:
+    """Print stored results as the paper's table."""
+    from bayesformer.bench.runner import load_results
+    from bayesformer.study import graphs
+
+    print(graphs.table(load_results(arguments.results)))
     return 0
 
 
