@@ -107,7 +107,7 @@ def _curvature(
 
 def _problem(label: str) -> tuple[Callable[[], nn.Module], Likelihood, Data, int]:
     if label == "vit 28 x 28":
-        return large_vit, Categorical(), large_images(640), 64
+        return large_vit, Categorical(), large_images(1280), 64
     task = TASKS["digits" if label == "vit" else "toy/m1"]()
     data, likelihood = task.load().train.subset(slice(0, EXAMPLES.get(label, 800))), task.likelihood
     outputs = {"toy": 1, "toy, 2 outputs": 2}.get(label)

@@ -65,6 +65,7 @@ class Capture:
         self.general = {name: "asked for" for name in general if name in self.parameters}
         self.axes: dict[Key, Axis | None] = {}
         self.probed = 0  # examples of the first look
+        self.columns: int | None = None  # that will go back after each pass, if known
         _settle_allocator(device_of(model))
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
@@ -84,7 +85,7 @@ class Capture:
     def _watched(self, inputs: Inputs, axes: Mapping[Key, Axis | None]) -> tuple[Tensor, Watch]:
         examples = len(first_tensor(inputs))
         followed = {name: p for name, p in self.parameters.items() if name not in self.general}
-        watch = Watch(followed, examples, axes)
+        watch = Watch(followed, examples, axes, self.columns)
         with torch.enable_grad(), _frozen(self.others), watch:
             outputs = apply(self.model, inputs)
         if len(outputs) != examples:

@@ -108,6 +108,7 @@ def estimate(
     if batch_size is None:
         most = 64 if device_of(model).type == "cpu" else 256
         batch_size = max(1, min(most, OUTPUTS // outputs[0].numel()))
+    capture.columns = columns.count(kind, likelihood, outputs, samples)
     sweep = Sweep(capture, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
     if kind == "ggn" and last_layer.applies(sites, outputs, structure):
         pieces = last_layer.fit(sweep, structure)

@@ -41,12 +41,14 @@ class Look:
     sites: list[Site]
     valid: Tensor | None  # (B, T): inputs that are no padding, where that is known
     columns: Iterator[Tensor]
+    only: bool = False
+    """whether there is one column, and nothing is asked of the graph after it"""
 
     def gradients(self) -> Iterator[list[Tensor]]:
         """For a few columns after another, g (S, B, ...) of every site."""
         columns = iter(self.columns)
         while some := list(islice(columns, COLUMNS)):
-            yield backpropagate(self.sites, self.outputs, torch.stack(some))
+            yield backpropagate(self.sites, self.outputs, torch.stack(some), keep=not self.only)
 
     def trial(self) -> list[Tensor]:
         """g of a column without a pattern: what is 0 or cancels there does so by the nature of the model."""
@@ -119,7 +121,8 @@ class Sweep:
         valid = _padding(batch.inputs)
         if valid is None and per_token(self.likelihood, outputs) and counted is not None and counted.dim() == 2:
             valid = counted
-        return Look(batch, outputs, sites, valid, self._columns(batch, outputs, counted, number))
+        found = self._columns(batch, outputs, counted, number)
+        return Look(batch, outputs, sites, valid, found, self.capture.columns == 1)
 
     def _columns(self, batch: Batch, outputs: Tensor, counted: Tensor | None, number: int) -> Iterator[Tensor]:
         if self.kind == "ggn":

@@ -257,19 +257,20 @@ class GeneralSite:
         return gradient[:, examples]
 
 
-def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tensor]:
+def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool = True) -> list[Tensor]:
     """For each site g (S, B, ...): the gradient of Σ columns ∘ outputs in the site's output.
 
     `columns` is (S, B, ..., K) for outputs (B, ..., K). Backward passes go to the outputs of the sites; the gradients
     of weights, half of an ordinary backward pass, are not computed. All columns go back in one batched pass where the
-    model's operations have one, else one after another. The graph is kept for more columns and goes with `outputs`.
+    model's operations have one, else one after another. The graph is kept for more columns and goes with `outputs`,
+    unless there are no more: without `keep` one column gives its memory back on the way.
     """
     if len(columns) > 1 and all(site.edge is not None for site in sites):
         try:
             return _together(sites, outputs, columns)
         except RuntimeError:  # an operation whose backward pass cannot be batched; anything else fails again below
             pass
-    return _in_turn(sites, outputs, columns)
+    return _in_turn(sites, outputs, columns, keep or len(columns) > 1)
 
 
 def _edges(sites: list[Site]) -> dict[int, GradientEdge]:
@@ -302,14 +303,15 @@ def _arranged(site: Site, gradient: Tensor | None, columns: int) -> Tensor:
     return torch.vmap(site.arrange)(gradient)
 
 
-def _in_turn(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tensor]:
+def _in_turn(sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool) -> list[Tensor]:
     edges = _edges(sites)
     general = [site for site in sites if isinstance(site, GeneralSite)]
+    keep = keep or bool(general)
     found: list[list[Tensor]] = [[] for _ in sites]
     for column in columns:
         gradients: dict[int, Tensor | None] = {}
         if edges:
-            answers = torch.autograd.grad(outputs, list(edges.values()), column, retain_graph=True, allow_unused=True)
+            answers = torch.autograd.grad(outputs, list(edges.values()), column, retain_graph=keep, allow_unused=True)
             gradients = dict(zip(edges, answers, strict=True))
         whole = dict(zip(map(id, general), _one_by_one(general, outputs, column), strict=True))
         for site, kept in zip(sites, found, strict=True):

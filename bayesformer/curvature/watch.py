@@ -51,10 +51,18 @@ class _Gelu(torch.autograd.Function):
 
 
 class Watch(TorchFunctionMode):
-    """Follows `parameters` through one pass of `examples` examples. `axes` are batch axes known from before."""
+    """Follows `parameters` through one pass of `examples` examples. `axes` are batch axes known from before; `columns`
+    how many will go back, where that is known."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], examples: int, axes: Mapping[Key, Axis | None]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        examples: int,
+        axes: Mapping[Key, Axis | None],
+        columns: int | None = None,
+    ) -> None:
         super().__init__()
+        self.activations = {} if columns == 1 else {F.gelu: gelu}
         # The tensors are kept with their parts: an id stays true only while its object lives.
         self.parts = {id(p): (p, Part(name, p.shape)) for name, p in parameters.items()}
         self.examples, self.known = examples, axes
@@ -70,7 +78,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         found = self._found(args, kwargs)
         if not found:
-            return gelu(*args, **kwargs) if func is F.gelu else func(*args, **kwargs)
+            return self.activations.get(func, func)(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:  # in plain functions, which are seen here again
                 return multi_head_attention_forward(*args, **kwargs)
@@ -257,7 +265,7 @@ def _undone(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     largest = sizes.max() if bias is None else torch.maximum(sizes.max(), bias.detach().abs().max())
     if sizes.min() < 0.05 * largest:
         return None
-    return (out.detach() if bias is None else out.detach() - bias.detach()) / gain
+    return out.detach() / gain if bias is None else (out.detach() - bias.detach()).div_(gain)
 
 
 def _embedding(
