@@ -65,9 +65,31 @@ def test_padding_has_no_say_in_outputs_or_kl(name, family):
     kl = bf.kl_divergence(model)
     assert kl.shape == (B,)
     assert torch.isfinite(kl).all()
-    if not entry.two and kl.requires_grad:  # cross-attention is not told which queries are padding
+    if kl.requires_grad:
         (grad,) = torch.autograd.grad(kl.sum(), x, allow_unused=True)
         assert grad is None or (grad[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.two])
+def test_padded_queries_of_cross_attention_cost_nothing(name):
+    """And a pass without padding after one with it has all its queries."""
+    entry, mask = MODELS[name], padding()
+    model = installed(entry, Weibull(3.0, 0.5, 0.7))
+    x = torch.randn(B, T, D)
+
+    def costs(mask):
+        entry.run(model, x, mask)
+        sites = [site for site in model.modules() if hasattr(site, "attention_family")]
+        crossed = [site for site in sites if vars(site)["_attends_itself"] is False]
+        assert crossed
+        return torch.stack([site.attention_family.owed[-1] for site in crossed]).sum(0)
+
+    whole, padded = costs(torch.ones_like(mask)), costs(mask)
+    entries = mask.sum(1).square() / mask.shape[1] ** 2  # queries by keys that are left
+    assert (entries[0], entries[1] < 1) == (1, True)
+    torch.testing.assert_close(padded[:1], whole[:1], rtol=0.2, atol=0)
+    torch.testing.assert_close(padded[1:], whole[1:] * entries[1:], rtol=0.35, atol=0)
+    torch.testing.assert_close(costs(torch.ones_like(mask)), whole, rtol=0.2, atol=0)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if not entry.two])

@@ -7,6 +7,7 @@ each attention module holds a family of its own, and the function asks that.
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,10 +54,34 @@ def attention_forward(
             raise ValueError(f"{name} must be left out with stochastic attention; {type(module).__name__} uses it.")
     family: Family | None = getattr(module, FAMILY, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    valid = _valid(attention_mask, query, key) if vars(module).get(ITSELF, False) else None
+    valid = _queries(module, attention_mask, query, key)
     rate = dropout if module.training else 0.0
     out, weights = attend(family, query, key, value, attention_mask, scale, position_bias, valid, rate)
     return out.transpose(-3, -2).contiguous(), weights
+
+
+class _Latest(threading.local):
+    """Which queries of the latest self-attention are no padding."""
+
+    queries: Tensor | None = None
+
+
+_latest = _Latest()
+
+
+def _queries(module: nn.Module, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """(B, 1, T, 1): queries that are no padding, if that can be told.
+
+    Self-attention sees it in its mask. The mask of cross-attention is about keys; its queries are those of the
+    self-attention before it in the same block.
+    """
+    itself = vars(module).get(ITSELF)
+    if itself is not False:
+        _latest.queries = _valid(mask, query, key) if itself else None
+        return _latest.queries
+    known = _latest.queries
+    fits = known is not None and known.shape[0] == query.shape[0] and known.shape[2] == query.shape[2]
+    return known if fits else None
 
 
 def _valid(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
