@@ -176,6 +176,20 @@ def test_dropout_of_compressed_rows_is_dropout_of_the_features():
     torch.testing.assert_close(var, 1.5 * words, rtol=0.2, atol=0)
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4], ids=["narrow", "wide", "very wide"])
+def test_softmax_along_edges_is_that_of_dense_rows_however_wide_the_logits(scale):
+    e = edges()
+    logits = scale * torch.randn(B, H, 1, len(e.source), dtype=torch.float64)
+    logits[..., 0] += scale * 1e3  # in one row only: others must not underflow
+    dense = torch.full((B, H, N, N), -torch.inf, dtype=torch.float64)
+    dense[..., e.target, e.source] = logits[..., 0, :]
+    logs = dense.log_softmax(-1)[..., e.target, e.source].unsqueeze(-2)
+    torch.testing.assert_close(e.log_softmax(logits), logs)
+    torch.testing.assert_close(e.softmax(logits), logs.exp())
+    single = e.softmax(logits.float())
+    torch.testing.assert_close(e.sum(single), (torch.arange(N) != 5).float().expand(B, H, 1, N))
+
+
 def test_rows_sum_to_one_and_an_isolated_node_gets_the_bias():
     e = edges()
     weights = e.softmax(torch.randn(B, H, 1, len(e.source)))

@@ -67,10 +67,20 @@ class Gat(nn.Module):
 
     def along(self, q: Tensor, k: Tensor, edges: Edges) -> Tensor:
         """From the nodes' (B, H, N, d) to one logit per edge, (B, H, 1, E)."""
-        of_query, of_key = self._parts(q, k)
+        of_query, of_key = _of_nodes(q, self.a), _of_nodes(k, self.b)
         logits = F.leaky_relu(edges.spread(of_query) + edges.sent(of_key), self.slope)
         return logits.unsqueeze(-2)
 
     def _parts(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         # Products of matrices, not of entries: (B, H, T, d) would be written out only to be summed.
         return (q @ self.a.unsqueeze(-1)).squeeze(-1), (k @ self.b.unsqueeze(-1)).squeeze(-1)  # (B, H, T), (B, H, S)
+
+
+def _of_nodes(x: Tensor, vectors: Tensor) -> Tensor:
+    """(B, H, N): products of (B, H, N, d) with a vector per head, (H, d).
+
+    One matrix for all heads, 0 but for its blocks: nodes stand before heads in memory, and that order is kept.
+    """
+    heads = torch.eye(len(vectors), dtype=vectors.dtype, device=vectors.device)
+    blocks = (vectors.unsqueeze(-1) * heads.unsqueeze(1)).flatten(0, 1)  # (H d, H)
+    return (x.transpose(-3, -2).flatten(-2) @ blocks).mT

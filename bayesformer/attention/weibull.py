@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from bayesformer.attention.checks import check_above_zero
@@ -29,7 +28,7 @@ from bayesformer.attention.fused import (
     visible_sum,
 )
 from bayesformer.attention.noise import log_uniform
-from bayesformer.attention.special import EULER
+from bayesformer.attention.special import EULER, gammas
 
 
 class Weibull(Family):
@@ -97,7 +96,7 @@ class Weibull(Family):
     def _contextual_kl(self, logits: Tensor, mask: Visible, hidden: Hidden, log_alpha: Tensor) -> Tensor:
         alpha = log_alpha.exp()
         # log Γ(α) = log Γ(1 + α) - log α: where the softmax underflows, α is 0 and its logarithm is not infinite.
-        each = alpha * self._slope + torch.lgamma(1 + alpha) - log_alpha + self._constant
+        each = alpha * self._slope + known(gammas, alpha) - log_alpha + self._constant
         shown = hide(logits, hidden)
         if alpha.shape[-2] == 1:  # one prior for all queries
             shown = shown.sum(-2, keepdim=True)
