@@ -357,3 +357,48 @@ def test_gelu_sends_columns_back_together_as_one_by_one(approximate):
         torch.testing.assert_close(back(column), expected)
     assert torch.equal(watch.gelu(x, approximate), F.gelu(x, approximate=approximate))
     assert watch.gelu(x.detach()).grad_fn is None
+
+
+class Unseen(torch.autograd.Function):
+    """A product with a matrix that no function mode hears of."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.mT @ x
+
+
+class Half(nn.Module):
+    """Uses its weight twice, once where it is seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        return self.layer(x) + Unseen.apply(x, self.layer.weight)
+
+
+def test_uses_that_do_not_add_up_are_found_by_the_first_look():
+    model, x = Half().eval(), torch.randn(4, 3).double()
+    run, _ = check(model, x)
+    assert run.general == {"layer.weight": "its uses that were seen do not add up to its gradient"}
+
+
+def test_several_columns_keep_the_graph_until_the_last(monkeypatch):
+    run = Capture(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval())
+    x, columns = torch.randn(5, 3).double(), torch.randn(2, 5, 2).double()
+    outputs, sites = run(x)
+    expected = backpropagate(sites, outputs, columns)
+    monkeypatch.setattr("bayesformer.curvature.sites._together", lambda *_: (_ for _ in ()).throw(RuntimeError))
+    for ours, other in zip(backpropagate(sites, outputs, columns, keep=False), expected, strict=True):
+        torch.testing.assert_close(ours, other)
+    for ours, other in zip(backpropagate(sites, outputs, columns[:1], keep=False), expected, strict=True):
+        torch.testing.assert_close(ours, other[:1])
+    with pytest.raises(RuntimeError, match="second time"):
+        backpropagate(sites, outputs, columns[:1])
