@@ -76,5 +76,6 @@ def test_the_command_prints_stored_results(tmp_path, capsys):
     (folder / "seed0.json").write_text(json.dumps(stored))
     assert main(["study", "graphs", str(tmp_path)]) == 0
     assert "| GAT | 80.00 (1) | 83.00 |" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"experiments/graphs.toml"):
-        graphs.cells_of([], drawn=False)
+    for others in ([], [{**result("WC"), "task": "toy/m1"}], [{**result("WC"), "method": "vi"}]):
+        with pytest.raises(ValueError, match=r"experiments/graphs.toml"):
+            graphs.cells_of(others, drawn=False)

@@ -48,6 +48,8 @@ def cells_of(results: Sequence[Result], drawn: bool) -> Cells:
     """Results of mean attention, or of draws; GAT has the former only, and stands in both."""
     found: dict[tuple[str, str], dict[int, Result]] = defaultdict(dict)
     for result in results:
+        if not str(result["task"]).startswith("graph/") or result["method"] not in {"map", "mle", "attention"}:
+            continue
         row, graph = row_of(result), str(result["task"]).removeprefix("graph/")
         if row == "GAT" or (result["settings"]["method"]["draws"] > 0) == drawn:
             found[row, graph][int(result["seed"])] = result
