@@ -13,4 +13,4 @@ def test_the_coefficients_are_those_that_the_study_finds(capsys):
         assert used[k][j // 2] == pytest.approx(value, abs=2e-5)
     assert sum(map(len, used.values())) == len(found)
     quantile.main()
-    assert f"c^3: {special.THIRD[0]:.3f}" in capsys.readouterr().out
+    assert f"c^3: {special.THIRD[0]:.6f}" in capsys.readouterr().out
