@@ -190,6 +190,23 @@ def test_softmax_along_edges_is_that_of_dense_rows_however_wide_the_logits(scale
     torch.testing.assert_close(e.sum(single), (torch.arange(N) != 5).float().expand(B, H, 1, N))
 
 
+@pytest.mark.parametrize("apart", [20.0, 29.0, 31.0, 50.0, 59.0, 300.0])
+def test_gradients_of_rows_far_below_others_are_those_of_dense_rows(apart):
+    """In single precision: the sum of a row may be e⁻³⁰, and its square must not underflow."""
+    e = edges()
+    logits = torch.zeros(1, 1, 1, len(e.source))
+    logits[..., e.target == 1] = apart  # the hub
+    logits = (logits + 0.1 * torch.randn_like(logits)).requires_grad_()
+    upstream = torch.randn_like(logits)
+    (found,) = torch.autograd.grad((e.softmax(logits) * upstream).sum(), logits)
+    exact = logits.detach().double().requires_grad_()
+    dense = torch.full((N, N), -torch.inf, dtype=torch.float64).index_put((e.target, e.source), exact[0, 0, 0])
+    rows = dense.softmax(-1)[e.target, e.source]
+    (expected,) = torch.autograd.grad((rows * upstream[0, 0, 0]).sum(), exact)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(e.log_softmax(logits).exp().double(), rows.view(logits.shape), rtol=1e-4, atol=1e-6)
+
+
 def test_rows_sum_to_one_and_an_isolated_node_gets_the_bias():
     e = edges()
     weights = e.softmax(torch.randn(B, H, 1, len(e.source)))

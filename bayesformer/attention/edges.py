@@ -115,7 +115,7 @@ class Edges:
         return total.view(self.nodes, *messages.shape[:-2], messages.shape[-1]).movedim(0, -2)
 
 
-NARROW = 60.0  # nats: e⁻⁶⁰ is far from the smallest number there is
+NARROW = 30.0  # nats: the derivative of 1/Σ has squares, and e⁻⁶⁰ is far from the smallest number there is
 PIECE = 1 << 17  # numbers per piece of messages: small enough for the cache, large enough to hide the calls
 
 
