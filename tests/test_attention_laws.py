@@ -21,7 +21,10 @@ from bayesformer.attention import (
     masked_softmax,
     special,
 )
+from bayesformer.attention.dirichlet import drawn, drawn_plainly
+from bayesformer.attention.edges import Edges
 from bayesformer.attention.fused import exponential_, in_pieces, known, noisy_softmax, visible_sum
+from bayesformer.attention.noise import MANY, uniform_
 from bayesformer.attention.spread import inverse_softplus, row_features
 from tests.attention_zoo import STOCHASTIC, B, H, S, T, d
 from tests.laws import assert_law, assert_mean
@@ -239,6 +242,40 @@ def test_weibull_draw_equals_its_slow_twin():
     torch.testing.assert_close(weights, s / s.sum(-1, keepdim=True))
 
 
+def all_of(draw, sampler, logits, a, a0, hidden):
+    """Weights, KL and the gradients of a mixture of both."""
+    torch.manual_seed(5)
+    weights, kl = draw(sampler, logits, a, a0, hidden)
+    loss = (weights * torch.linspace(-1, 1, weights.numel()).view_as(weights)).sum()
+    loss = loss if kl is None else loss + (kl * torch.arange(1.0, 1 + len(kl))).sum()
+    return weights, kl, *torch.autograd.grad(loss, [logits, a])
+
+
+def assert_twins(sampler, logits, rows, a0, hidden):
+    logits, a = logits.requires_grad_(), (6 * torch.rand(rows).double() + 0.2).requires_grad_()
+    fast, slow = (all_of(draw, sampler, logits, a, a0, hidden) for draw in (drawn, drawn_plainly))
+    for ours, twin in zip(fast, slow, strict=True):
+        assert (ours is None) == (twin is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, twin)
+
+
+@pytest.mark.parametrize("sampler", [special.IMPLICIT, special.SURROGATE], ids=["implicit", "surrogate"])
+@pytest.mark.parametrize("rows", [(1, 1, 1), (H, 1, 1), (B, H, T, 1)])
+@pytest.mark.parametrize("hidden", [None, ~CAUSAL], ids=["all", "causal"])
+@pytest.mark.parametrize("a0", [None, 0.3, 4.0])
+def test_dirichlet_in_one_step_equals_its_slow_twin(sampler, rows, hidden, a0, monkeypatch):
+    monkeypatch.setattr("bayesformer.attention.fused.PIECE", 7)
+    assert_twins(sampler, torch.randn(B, H, T, S).double(), rows, a0, hidden)
+
+
+@pytest.mark.parametrize("rows", [(H, 1, 1), (B, H, 1, 9)])
+@pytest.mark.parametrize("a0", [None, 0.3, 4.0])
+def test_dirichlet_in_one_step_equals_its_slow_twin_along_edges(rows, a0):
+    edges = Edges(torch.arange(9) % 4, torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 0]), 4)
+    assert_twins(special.IMPLICIT, torch.randn(B, H, 1, 9).double(), rows, a0, edges)
+
+
 def test_exponential_goes_on_as_its_tangent():
     x = torch.tensor([-100.0, 0.0, 20.0, 30.0, 1e4])
     value, slope = exponential_(x.clone())
@@ -272,6 +309,29 @@ def test_visible_sum_equals_a_sum_over_everything(shape, hides):
     values, mask = torch.randn(shape, dtype=torch.float64), torch.rand(hides) < 0.6
     full = values.expand(B, H, T, S) * mask.expand(B, H, T, S)
     torch.testing.assert_close(visible_sum(values, mask, torch.Size((B, H, T, S))), full.sum((1, 2, 3)))
+
+
+def test_uniform_numbers_of_many():
+    """On a CPU their bits have a source of their own."""
+    x = torch.empty(MANY + 12_001)
+    torch.manual_seed(1)
+    first, second = uniform_(x).clone(), uniform_(x).clone()
+    for found in (first, second):
+        assert_law(found, "uniform")
+        assert found.min() > 0
+        assert found.max() < 1
+        assert found.log().isfinite().all()
+        assert (-found.log()).log().isfinite().all()
+    for one, other in [(first, second), (first[:-1], first[1:]), (first[:-2], first[2:])]:
+        assert abs(numpy.corrcoef(one, other)[0, 1]) < 4 / math.sqrt(len(one))
+    torch.manual_seed(1)
+    assert torch.equal(uniform_(x), first)
+    assert torch.equal(uniform_(x), second)
+    own = uniform_(x, torch.Generator().manual_seed(3)).clone()
+    assert torch.equal(uniform_(x, torch.Generator().manual_seed(3)), own)
+    assert not torch.equal(own, first)
+    low = (first * 2**16 % 1).double()  # the low digits are as good as the high ones
+    assert_law(low, "uniform")
 
 
 # Gamma functions and draws.
@@ -308,9 +368,15 @@ def test_what_the_kl_of_gammas_is_made_of(r):
         torch.testing.assert_close(twin, other, rtol=1e-7, atol=1e-9)
 
 
+def draws_of(sampler, alpha, count=60_000, dtype=torch.float64):
+    shape = torch.full((count,), alpha, dtype=dtype)
+    return sampler.log_x(shape, *sampler.noise(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # whose uniform numbers have other sources
 @pytest.mark.parametrize("alpha", [1e-3, 0.1, 1.0, 4.0, 300.0])
-def test_gamma_draws_follow_their_law(alpha):
-    log_x, _ = special.log_gamma_draw(torch.full((60_000,), math.log(alpha), dtype=torch.float64))
+def test_gamma_draws_follow_their_law(alpha, dtype):
+    log_x = draws_of(special.IMPLICIT, alpha, dtype=dtype)[0].double()
     if alpha < 0.01:  # X underflows, but F(x) = x^α / Γ(1 + α) but for x near 1, where X hardly ever is
         assert_law((alpha * log_x - math.lgamma(1 + alpha)).exp().clamp_max(1), "uniform")
     else:
@@ -322,14 +388,14 @@ def test_the_quantile_map_errs_by_what_its_docstring_says():
     x = torch.linspace(-9, 9, 4001, dtype=torch.float64)
     p = stats.norm.cdf(x)
     for alpha, bound in {0.0: 1e-4, 0.2: 1e-4, 1.0: 1e-4, 7.0: 5e-5, 1e3: 1e-5}.items():
-        log_g, _ = special._log_quantile(torch.full_like(x, alpha), x.clone())
+        log_g, _ = special.log_quantile(torch.full_like(x, alpha), x.clone())
         assert abs(scipy_special.gammainc(alpha + 2, log_g.exp().numpy()) - p).max() < bound
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.7, 3.0, 40.0])
 def test_gamma_gradients_are_the_implicit_ones(alpha):
     """E[d log X / d log α] = α ψ′(α), and E[dX²/dα] by a difference of the exact α(α + 1)."""
-    log_x, slope = special.log_gamma_draw(torch.full((60_000,), math.log(alpha), dtype=torch.float64))
+    log_x, slope = draws_of(special.IMPLICIT, alpha)
     assert_mean(slope, alpha * scipy_special.polygamma(1, alpha))
     assert_mean(2 * (2 * log_x).exp() * slope / alpha, 2 * alpha + 1)
 
@@ -338,7 +404,7 @@ def test_the_quantile_slope_is_the_derivative_of_the_exact_quantile():  # which 
     x = torch.linspace(-2.5, 2.5, 51, dtype=torch.float64)
     p, h = stats.norm.cdf(x), 1e-4
     for alpha, tolerance in {0.0: 4e-3, 0.3: 4e-3, 1.0: 4e-3, 10.0: 1e-3}.items():
-        _, slope = special._log_quantile(torch.full_like(x, alpha), x.clone())
+        _, slope = special.log_quantile(torch.full_like(x, alpha), x.clone())
         up, down = (scipy_special.gammaincinv(alpha + 2 + e, p) for e in (h, -h))
         exact = torch.as_tensor((numpy.log(up) - numpy.log(down)) / (2 * h))
         torch.testing.assert_close(slope, exact, rtol=tolerance, atol=0)
@@ -360,12 +426,12 @@ def test_dirichlet_gradient_in_the_sharpness_is_unbiased():  # E[w₁²] = α₁
 
 def test_the_surrogate_is_good_below_one_and_bad_above():
     for alpha, close in {0.01: True, 3.0: False}.items():
-        log_x, _ = special.log_surrogate_draw(torch.full((20_000,), math.log(alpha), dtype=torch.float64))
+        log_x, _ = draws_of(special.SURROGATE, alpha, 20_000)
         distance = stats.kstest(scipy_special.gammainc(alpha, log_x.exp().numpy()), "uniform").statistic
         assert (distance < 0.02) == close
         h, u = 1e-6, math.log(0.3)
         y = torch.tensor([math.log(alpha)], dtype=torch.float64)
-        steps = [special._log_surrogate(y + e, torch.full_like(y, u)) for e in (h, 0, -h)]
+        steps = [special.log_surrogate((y + e).exp(), torch.full_like(y, u)) for e in (h, 0, -h)]
         torch.testing.assert_close(steps[1][1], (steps[0][0] - steps[2][0]) / (2 * h), rtol=1e-6, atol=0)
 
 

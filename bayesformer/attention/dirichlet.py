@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.edges import Edges, Visible
@@ -22,15 +24,18 @@ from bayesformer.attention.fused import (
     known,
     masked_log_softmax,
     row_softmax,
+    row_softmax_,
+    softmax_backward,
     visible_sum,
 )
-from bayesformer.attention.special import FLOOR, gamma_ratio, gammas_and_trigamma, log_gamma_draw, log_surrogate_draw
+from bayesformer.attention.special import IMPLICIT, LEAST, SURROGATE, Sampler, gamma_ratio, gammas_and_trigamma
 from bayesformer.attention.spread import Learned, Spread
 from bayesformer.errors import unknown_name
+from bayesformer.functional import transformed
 
 Gradient: TypeAlias = Literal["implicit", "surrogate"]
 Divergence: TypeAlias = Literal["dirichlet", "gamma"]
-DRAWS = {"implicit": log_gamma_draw, "surrogate": log_surrogate_draw}
+SAMPLERS = {"implicit": IMPLICIT, "surrogate": SURROGATE}
 
 
 class Dirichlet(Family):
@@ -67,8 +72,8 @@ class Dirichlet(Family):
     ) -> None:
         super().__init__(dropout)
         check_above_zero(prior_sharpness=prior_sharpness)
-        if gradient not in DRAWS:
-            raise unknown_name("gradient", gradient, DRAWS)
+        if gradient not in SAMPLERS:
+            raise unknown_name("gradient", gradient, SAMPLERS)
         if divergence not in {"dirichlet", "gamma"}:
             raise unknown_name("divergence", divergence, ["dirichlet", "gamma"])
         self.spread = spread or Learned(start=prior_sharpness, per_row=True)
@@ -79,29 +84,37 @@ class Dirichlet(Family):
 
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:  # noqa: ARG002
         """Gamma draws in logarithms, and their softmax."""
-        hidden = hidden_keys(mask)
+        hidden, counts = hidden_keys(mask), self.counts
         a = self.spread(logits, mask)  # broadcasts to (B, H, T, 1), or to (B, H, 1, E) on a graph
-        log_alpha = hide(masked_log_softmax(logits, hidden) + a.log(), hidden, FLOOR)
-        weights = row_softmax(known(DRAWS[self.gradient], log_alpha), hidden)
-        return weights, lambda: self._kl(log_alpha, a, mask, hidden)
+        draw = drawn_plainly if transformed() else drawn
+        a0 = self.prior_sharpness if counts and not self.symmetric else None
+        weights, total = draw(SAMPLERS[self.gradient], logits, a, a0, hidden)
+        if counts and self.symmetric:
+            total = known(partial(_symmetric_sum, s=self.prior_sharpness, hidden=hidden), _log_alpha(logits, a, hidden))
+        return weights, None if total is None else total + self._of_rows(a, mask, logits)
 
-    def _kl(self, log_alpha: Tensor, a: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
-        seen = _keys_of_rows(mask, log_alpha)  # (·, ·, T, 1), or (E,)
-        if self.symmetric:
-            a0 = self.prior_sharpness * seen.to(a.dtype)
-            total = known(partial(_symmetric_sum, s=self.prior_sharpness, hidden=hidden), log_alpha)
-        else:
-            a0 = a.new_tensor(self.prior_sharpness)
-            r = a0 / a
-            each = r - 1 - r.log()
-            shown = hide(log_alpha, hidden, -math.inf)
-            total = known(_centred_sum, shown, r) + visible_sum(each, mask, log_alpha.shape)
-        if self.divergence == "gamma":
-            return total
-        of_sum = torch.lgamma(a0.clamp_min(1e-30)) - torch.lgamma(a) + (a - a0) * torch.digamma(a)
+    def _of_rows(self, a: Tensor, mask: Visible, logits: Tensor) -> Tensor:
+        """(B,): what the KL owes to the rows, whatever α is."""
+        seen = _keys_of_rows(mask, logits)  # (·, ·, T, 1), or (E,)
+        value = known(partial(self._of_row, keys=seen.to(a.dtype)), a)
         if isinstance(mask, Edges):  # a row's term, shared out among its edges
-            return total - visible_sum(of_sum / seen, mask, log_alpha.shape)
-        return total - visible_sum(of_sum, seen > 0, torch.Size((*log_alpha.shape[:-1], 1)))
+            return visible_sum(value / seen, mask, logits.shape)
+        return visible_sum(value, seen > 0, torch.Size((*logits.shape[:-1], 1)))
+
+    def _of_row(self, a: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """n (r - 1 - log r), unless the prior is symmetric; less the KL of Gamma(a) to Gamma(a₀); derivative in a."""
+        value = slope = torch.zeros_like(a)
+        a0 = a.new_tensor(self.prior_sharpness)
+        if self.symmetric:
+            a0 = a0 * keys.clamp_min(1e-30)
+        else:
+            r = a0 / a
+            value, slope = keys * (r - 1 - r.log()), keys * (1 - r) / a
+        if self.divergence == "gamma":
+            return value, slope
+        away = a - a0
+        of_sum = torch.lgamma(a0) - torch.lgamma(a) + away * torch.digamma(a)
+        return value - of_sum, slope - away * torch.polygamma(1, a)
 
     def extra_repr(self) -> str:
         """The prior and how it is drawn."""
@@ -116,21 +129,85 @@ def _keys_of_rows(mask: Visible, like: Tensor) -> Tensor:
     return mask.sum(-1, keepdim=True) * (like.shape[-1] // mask.shape[-1])
 
 
-def _centred_sum(log_alpha: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    value, slope, of_r = in_pieces(_centred, log_alpha, r)
-    return value.sum((-3, -2, -1)), slope, of_r
+def _log_alpha(logits: Tensor, a: Tensor, hidden: Hidden) -> Tensor:
+    return hide(masked_log_softmax(logits, hidden) + a.log(), hidden, -math.inf)
 
 
-def _centred(log_alpha: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(sampler: Sampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
+    """Weights, and with a₀ what their KL owes to α: (B,), see `_centred`."""
+    found: Drawn = _Gammas.apply(sampler, logits, a, a0, hidden)
+    return found
+
+
+class _Gammas(Function):
+    """From logits to weights and KL in one step, in which α and its logarithm's derivatives are there but once.
+
+    Derivatives are in log α, since that in α is infinite where α underflows. What comes back to it, g, goes on to the
+    logits as g - m Σ g and to a as Σ g / a; r = a₀/a has a derivative of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sampler: Sampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
+        means = row_softmax(logits, hidden)
+        alpha = means * a
+        noise = sampler.noise(alpha)
+        kl = kl_slope = by_r = None
+        if a0 is None:
+            log_x, slope = in_pieces(sampler.log_x, alpha, *noise)
+        else:
+            r = a0 / a
+            log_x, slope, kl, kl_slope, by_r = in_pieces(partial(_draw_and_kl, sampler), alpha, r, *noise)
+            kl, by_r = kl.sum((-3, -2, -1)), by_r.mul_(r)
+        weights = row_softmax_(log_x, hidden)
+        ctx.edges, ctx.shape = hidden if isinstance(hidden, Edges) else None, logits.shape
+        ctx.save_for_backward(means, weights, slope, kl_slope, a, by_r)
+        return weights, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_weights: Tensor, by_kl: Tensor | None) -> tuple[Tensor | None, ...]:
+        means, weights, slope, kl_slope, a, by_r = ctx.saved_tensors
+        edges: Edges | None = ctx.edges
+        g = softmax_backward(by_weights, weights, edges) * slope
+        if by_kl is not None:
+            by_kl = by_kl[..., None, None, None]
+            g = torch.addcmul(g, by_kl, kl_slope)
+        total = g.sum(-1, keepdim=True) if edges is None else edges.spread(edges.sum(g))
+        by_log_a = (total if edges is None else g).sum_to_size(a.shape)
+        if by_kl is not None:
+            by_log_a = by_log_a - (by_kl * by_r).sum_to_size(a.shape)
+        by_logits = torch.addcmul(g, means, total, value=-1).sum_to_size(ctx.shape)
+        return None, by_logits, by_log_a / a, None, None
+
+
+def drawn_plainly(sampler: Sampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
+    """The same in single operations, for torch.func."""
+    log_alpha = _log_alpha(logits, a, hidden)
+
+    def log_x(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
+        alpha = log_alpha.exp()
+        return sampler.log_x(alpha, *sampler.noise(alpha))
+
+    def varying(log_alpha: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+        value, slope, of_r = _centred(log_alpha.exp(), r)
+        return value.sum((-3, -2, -1)), slope, of_r
+
+    return row_softmax(known(log_x, log_alpha), hidden), None if a0 is None else known(varying, log_alpha, a0 / a)
+
+
+def _draw_and_kl(sampler: Sampler, alpha: Tensor, r: Tensor, *noise: Tensor) -> tuple[Tensor, ...]:
+    return *sampler.log_x(alpha, *noise), *_centred(alpha, r)
+
+
+def _centred(alpha: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Σ log Γ(1 + rα) - log Γ(1 + α) + (1 - r) α ψ(1 + α) of rows, where α⁰ = r α; derivatives in log α and r.
 
     What is left of an entry's KL, r - 1 - log r, does not depend on α. There is no term in 1/α, so that a hidden
     entry, α = 0, adds exactly 0.
     """
-    alpha = log_alpha.exp()
     value, less_digamma, trigamma = gamma_ratio(alpha, r)
     of_r = less_digamma.mul_(alpha)
-    slope = (r * of_r).addcmul_(trigamma.mul_(1 - r), alpha.square_())
+    slope = (r * of_r).addcmul_(trigamma.mul_(1 - r), alpha * alpha)
     # Keys of a row share r. Where a row of numbers is a list of edges, each has that of its node.
     return value.sum(-1, keepdim=True), slope, of_r.sum(-1, keepdim=True) if r.shape[-1] == 1 else of_r
 
@@ -142,7 +219,7 @@ def _symmetric_sum(log_alpha: Tensor, s: float, hidden: Hidden) -> tuple[Tensor,
 
 def _symmetric(log_alpha: Tensor, s: float) -> tuple[Tensor, Tensor]:
     """log Γ(s) - log Γ(α) + (α - s) ψ(α), and its derivative in log α."""
-    log_alpha = log_alpha.clamp_min(FLOOR)
+    log_alpha = log_alpha.clamp_min(math.log(LEAST))
     alpha = log_alpha.exp()
     log_gamma, digamma, trigamma = gammas_and_trigamma(alpha)
     ratio, slope = exponential_(math.log(s) - log_alpha)  # s / α

@@ -10,7 +10,7 @@ On a graph, `Edges` stand in for the mask, logits and weights are (B, H, 1, E), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -23,8 +23,8 @@ from bayesformer.attention.edges import Visible
 from bayesformer.types import Draw
 
 Mode: TypeAlias = Literal["draw", "mean"]
-Drawn: TypeAlias = tuple[Tensor, Callable[[], Tensor]]
-"""Weights, and what computes their KL: prediction has no use for it."""
+Drawn: TypeAlias = tuple[Tensor, Tensor | None]
+"""Weights and the KL of each example, (B,). None while a family does not `count`: prediction has no use for it."""
 
 
 class Family(nn.Module):
@@ -60,7 +60,7 @@ class Family(nn.Module):
             if self.draws is not None and logits.dim() == 4:
                 spread = spread.expand(self.draws, *logits.shape)  # (L, B, H, T, S)
             weights, cost = self.draw(spread, mask, keys)
-            kl = cost() if self.counts else weights.new_zeros(weights.shape[:-3])
+            kl = weights.new_zeros(weights.shape[:-3]) if cost is None else cost
         else:
             weights, kl = masked_softmax(logits, mask), logits.new_zeros(logits.shape[:-3], dtype=full)
         if self.counts:
@@ -89,7 +89,7 @@ class Family(nn.Module):
         self.owed = [*self.owed, kl]
 
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
-        """Weights, and a function of nothing that gives their KL, for logits in single precision or better."""
+        """Weights, and their KL if it counts, for logits in single precision or better."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -61,6 +61,13 @@ def row_softmax_(x: Tensor, hidden: Hidden) -> Tensor:
     return hide_(torch.softmax(hide_(x, hidden, torch.finfo(x.dtype).min), -1), hidden)
 
 
+def softmax_backward(grad: Tensor, weights: Tensor, edges: Edges | None) -> Tensor:
+    """w (g - Σ w g) of each row."""
+    if edges is None:
+        return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+    return edges.softmax_backward(grad, weights)
+
+
 def noisy_softmax(logits: Tensor, scale: Tensor | float, noise: Tensor, hidden: Hidden) -> Tensor:
     """softmax(logits + scale · noise) over the keys that are not hidden, whose weights are exactly 0.
 
@@ -89,10 +96,7 @@ class _NoisySoftmax(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, noise = ctx.saved_tensors
-        if ctx.edges is None:
-            slope = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
-        else:
-            slope = ctx.edges.softmax_backward(grad, weights)
+        slope = softmax_backward(grad, weights, ctx.edges)
         of_scale = None if noise is None else (slope * noise).sum_to_size(ctx.shapes[1])
         return slope.sum_to_size(ctx.shapes[0]), of_scale, None, None
 
@@ -146,12 +150,19 @@ PIECE = 1 << 16  # numbers per piece: small enough for the cache, large enough t
 def in_pieces(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
     """`compute(*inputs)`, which maps rows (R, ·) to rows, on some rows at a time; all axes but the last broadcast.
 
-    A long computation on a CPU costs less when its temporaries stay in the cache.
+    A long computation on a CPU costs less when its temporaries stay in the cache. A single number stays one, (1, 1):
+    to multiply by it is faster than by as many copies of it as there are rows.
     """
     lead = torch.broadcast_shapes(*(x.shape[:-1] for x in inputs))
-    rows = [x.expand(*lead, x.shape[-1]).reshape(-1, x.shape[-1]) for x in inputs]
-    size = max(1, PIECE // rows[0].shape[-1]) if rows[0].device.type == "cpu" else max(1, len(rows[0]))
-    found = [compute(*piece) for piece in zip(*(x.split(size) for x in rows), strict=True)]
+    size = max(1, PIECE // inputs[0].shape[-1]) if inputs[0].device.type == "cpu" else max(1, math.prod(lead))
+    count = max(1, -(-math.prod(lead) // size))
+
+    def pieces(x: Tensor) -> Sequence[Tensor]:
+        if x.numel() == 1:
+            return [x.reshape(1, 1)] * count
+        return x.expand(*lead, x.shape[-1]).reshape(-1, x.shape[-1]).split(size)
+
+    found = [compute(*piece) for piece in zip(*map(pieces, inputs), strict=True)]
     joined = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
     return tuple(part.view(*lead, -1) for part in joined)
 

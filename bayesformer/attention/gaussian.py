@@ -35,7 +35,7 @@ class Gaussian(Family):
         """One softmax with noise added to the logits."""
         sigma = self.spread(logits, mask)  # broadcasts to (B, H, T, S)
         weights = noisy_softmax(logits, sigma, normal(logits), hidden_keys(mask))
-        return weights, lambda: self._kl(sigma / self.prior_sigma, mask, logits.shape)
+        return weights, self._kl(sigma / self.prior_sigma, mask, logits.shape) if self.counts else None
 
     @staticmethod
     def _kl(ratio: Tensor, mask: Visible, shape: torch.Size) -> Tensor:

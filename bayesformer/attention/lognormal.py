@@ -55,7 +55,7 @@ class Lognormal(Family):
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
         weights = noisy_softmax(logits, self.sigma, normal(logits), hidden)
-        return weights, lambda: self._kl(self._away(logits, mask, keys), mask, hidden)
+        return weights, self._kl(self._away(logits, mask, keys), mask, hidden) if self.counts else None
 
     def _away(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Tensor:
         """(B, H, T, S): the distance of the two locations."""

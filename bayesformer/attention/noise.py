@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -40,10 +41,28 @@ def log_uniform(like: Tensor) -> Tensor:
 
     torch.rand gives an exact 0 once in 2²⁴ numbers: in attention that is an infinite logit every few hundred passes.
     """
-    half = torch.finfo(like.dtype).eps / 4  # below 1 floats are eps / 2 apart; 1 - half would be 1
     if transformed():
+        half = torch.finfo(like.dtype).eps / 4  # below 1 floats are eps / 2 apart; 1 - half would be 1
         return torch.rand_like(like.detach()).clamp(half, 1 - 2 * half).log_()
-    return _filled(like, lambda x, generator=None: x.uniform_(half, 1 - 2 * half, generator=generator)).log_()
+    return _filled(like, uniform_).log_()
+
+
+MANY = 1 << 13  # numbers, from which on a stream of its own is made sooner than torch's goes on
+
+
+def uniform_(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Filled with uniform numbers of the open interval (0, 1).
+
+    Many numbers on a CPU come from the bits of SFC64, seeded by torch's generator, which alone takes four times as
+    long: 23 bits are the digits of a number in [1, 2), which less 1 - 2⁻²⁴ is the middle of one of 2²³ intervals.
+    """
+    half = torch.finfo(x.dtype).eps / 4
+    if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() < MANY or torch.compiler.is_compiling():
+        return x.uniform_(half, 1 - 2 * half, generator=generator)
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    bits = torch.from_numpy(numpy.random.SFC64(seed).random_raw((x.numel() + 1) // 2)).view(torch.int32)[: x.numel()]
+    digits = bits.bitwise_and_(0x7FFFFF).bitwise_or_(0x3F800000).view(torch.float32)
+    return torch.sub(digits, 1 - 2 * half, out=x)
 
 
 def _filled(like: Tensor, fill: Callable[..., Tensor]) -> Tensor:

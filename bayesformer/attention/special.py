@@ -8,16 +8,18 @@ digits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesformer.attention.fused import in_pieces
 from bayesformer.attention.noise import log_uniform, normal
 
 EULER = 0.5772156649015329
-FLOOR = -80.0
-"""Least log α. Γ(α) draws are then 0 but for one in 10³⁰, while 1/α is still a number in single precision."""
+LEAST = math.exp(-80.0)
+"""Least α. Γ(α) draws are then 0 but for one in 10³⁰, while 1/α is still a number in single precision."""
 
 
 def gammas(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +38,7 @@ def gammas_and_trigamma(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if x.dtype == torch.float64:
         return torch.lgamma(1 + x), torch.digamma(1 + x), torch.polygamma(1, 1 + x)
     s = _Shifted(x)
-    return *_series(s), _trigamma(s)
+    return *_series(s), s.trigamma()
 
 
 def gamma_ratio(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,47 +47,86 @@ def gamma_ratio(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     In the series log z drops out of the first: with z₀ = rx + 5 for z it is (z₀ - ½) log(z₀/z) - log(p₀/p) and
     differences of powers, plus (1 - r) x (1 + ψ(z) - log z), no two of which are large and nearly equal.
     """
-    rest = x - r * x
+    less = r * x
+    rest = x - less
     if x.dtype == torch.float64:
         log_gamma, digamma, trigamma = gammas_and_trigamma(x)
-        log_gamma0, digamma0 = gammas(r * x)
+        log_gamma0, digamma0 = gammas(less)
         return log_gamma0 - log_gamma + rest * digamma, digamma0 - digamma, trigamma
-    s, s0 = _Shifted(x), _Shifted(x - rest)
-    log_z, less_i = (s0.z / s.z).log_(), s0.i - s.i
-    one_more = (s.j / 120).sub_(1 / 12).mul_(s.j).sub_(s.i, alpha=0.5).sub_(s.q, alpha=2).add_(1)
-    value = (s0.z - 0.5).mul_(log_z).addcmul_(rest, one_more).sub_((s0.p / s.p).log_()).add_(less_i, alpha=1 / 12)
-    value.sub_((s0.i * s0.j).sub_(s.i * s.j), alpha=1 / 360)  # exactly 0 at x = 0, as all the rest
-    digamma = log_z.sub_(less_i, alpha=0.5).sub_(s0.j, alpha=1 / 12).add_(s.j, alpha=1 / 12)
-    digamma.addcmul_(s0.j, s0.j, value=1 / 120).addcmul_(s.j, s.j, value=-1 / 120)
-    return value, digamma.sub_(s0.q, alpha=2).add_(s.q, alpha=2), _trigamma(s)
+    s, s0 = _Shifted(x), _Shifted(less)
+    log_z, below, below0 = (s0.z / s.z).log_(), s.below_log(), s0.below_log()
+    value = torch.addcmul(rest, rest, below, value=-1).addcmul_(s0.z - 0.5, log_z).sub_((s0.p / s.p).log_())
+    value.add_(s0.tail().sub_(s.tail()))  # exactly 0 at x = 0, as all the rest
+    return value, log_z.add_(below.sub_(below0)), s.trigamma()
 
 
 class _Shifted:
-    """z, 1/z and its square, u, p, and q with p′/p = 2q."""
+    """z, 1/z and its square, u, p, and q = p′/p."""
 
     def __init__(self, x: Tensor) -> None:
         self.z = x + 5
         self.i = self.z.reciprocal()
         self.j = self.i * self.i
-        self.u = (x * self.z).add_(5)
-        self.p = (self.u * self.u).sub_(1)
-        self.q = (x + self.z).mul_(self.u).div_(self.p)
+        self.u = plus_product(5.0, x, self.z)
+        self.p = plus_product(-1.0, self.u, self.u)
+        self.q = polynomial((10.0, 4.0), x).mul_(self.u).div_(self.p)
+
+    def tail(self) -> Tensor:
+        """log Γ(z) less (z - ½) log z - z + ½ log 2π."""
+        return polynomial((1 / 12, -1 / 360), self.j).mul_(self.i)
+
+    def below_log(self) -> Tensor:
+        """log z - ψ(1 + x)."""
+        return polynomial((1 / 12, -1 / 120), self.j).mul_(self.j).add_(self.i, alpha=0.5).add_(self.q)
+
+    def trigamma(self) -> Tensor:
+        """ψ′(1 + x)."""
+        powers = plus_product(0.5, polynomial((1 / 6, -1 / 30), self.j), self.i)
+        powers = torch.addcmul(self.i, self.j, powers).addcmul_(self.q, self.q)
+        return powers.sub_(polynomial((10.0, 12.0), self.u).div_(self.p))
 
 
 def _series(s: _Shifted) -> tuple[Tensor, Tensor]:
     log_z = s.z.log()
     log_gamma = (log_z - 1).mul_(s.z).sub_(log_z, alpha=0.5).sub_(s.p.log()).add_(0.5 * math.log(2 * math.pi))
-    log_gamma.addcmul_(s.i, s.j, value=-1 / 360).add_(s.i, alpha=1 / 12)
-    digamma = log_z.sub_(s.i, alpha=0.5).sub_(s.j, alpha=1 / 12).addcmul_(s.j, s.j, value=1 / 120)
-    return log_gamma, digamma.sub_(s.q, alpha=2)
+    return log_gamma.add_(s.tail()), log_z.sub_(s.below_log())
 
 
-def _trigamma(s: _Shifted) -> Tensor:
-    powers = (s.j / 6).addcmul_(s.j, s.j, value=-1 / 30).add_(s.i, alpha=0.5).add_(1).mul_(s.i)
-    return powers.addcmul_(s.q, s.q, value=4).sub_((12 * s.u).add_(10).div_(s.p))
+def polynomial(coefficients: tuple[float, ...], t: Tensor) -> Tensor:
+    """c₀ + c₁ t + c₂ t² + …, one pass for each power."""
+    *rest, last = coefficients
+    value = torch.add(_constant(rest[-1], t.dtype, t.device), t, alpha=last)
+    for coefficient in rest[-2::-1]:
+        value = plus_product(coefficient, value, t)
+    return value
 
 
-def log_gamma_draw(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
+def plus_product(c: float, x: Tensor, y: Tensor) -> Tensor:
+    """c + x y in one pass."""
+    return torch.addcmul(_constant(c, x.dtype, x.device), x, y)
+
+
+@cache
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # or it could not be part of a graph later
+        return torch.tensor(value, dtype=dtype, device=device)
+
+
+class Sampler(NamedTuple):
+    """A way to draw log X for X ~ Gamma(α, 1)."""
+
+    noise: Callable[[Tensor], tuple[Tensor, ...]]
+    """one set for every entry of a tensor"""
+    log_x: Callable[..., tuple[Tensor, Tensor]]
+    """from α and that noise, which is used up: log X and its derivative in log α at fixed noise"""
+
+
+def gamma_noise(like: Tensor) -> tuple[Tensor, ...]:
+    """A normal number and the logarithms of two uniform ones."""
+    return normal(like), log_uniform(like), log_uniform(like)
+
+
+def log_gamma(alpha: Tensor, x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """log X for X ~ Gamma(α, 1), and its derivative in log α at fixed noise.
 
         X = G U₁^(1/α) U₂^(1/(α+1)),   G ~ Gamma(α + 2),   U uniform
@@ -98,15 +139,8 @@ def log_gamma_draw(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
     unnecessary: the CDF of G errs by 10⁻⁴ at most. Since y follows quantiles, its derivative at fixed x is the
     implicit one, dG/dα = -(∂F/∂α)/f, of Figurnov et al. (2018).
     """
-    noise = normal(log_alpha), log_uniform(log_alpha), log_uniform(log_alpha)
-    value, slope = in_pieces(_log_gamma, log_alpha, *noise)
-    return value, slope
-
-
-def _log_gamma(log_alpha: Tensor, x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    alpha = log_alpha.clamp_min(FLOOR).exp_()
-    value, slope = _log_quantile(alpha, x)
-    boost = first.div_(alpha)
+    value, slope = log_quantile(alpha, x)
+    boost = first.div_(alpha.clamp_min(LEAST))
     value.add_(boost)
     inverse = (alpha + 1).reciprocal_()
     other = second.mul_(inverse)
@@ -122,40 +156,41 @@ SIXTH = -0.765233, 0.482208, -0.243492, -0.021988
 FARTHEST = 5.5  # x is beyond it once in 10⁷ draws; further out the polynomials leave the quantiles
 
 
-def _log_quantile(alpha: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """log G, and d log G / dα = 9c² (1 - 1.5 c (∂y/∂c) / y)."""
+def log_quantile(alpha: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """log G, and d log G / dα = (1 - 1.5 c (∂y/∂c) / y) / d."""
     d, x = alpha + (2 - 1 / 3), x.clamp(-FARTHEST, FARTHEST)
-    c2, t = (9 * d).reciprocal_(), x * x
-    c4, cx = c2 * c2, c2.sqrt().mul_(x)
-    third, fifth = _polynomial(THIRD, t).mul_(c2), _polynomial(FIFTH, t).mul_(c4)  # times c x
-    fourth, sixth = _polynomial(FOURTH, t).mul_(c4), _polynomial(SIXTH, t).mul_(c4).mul_(c2)
-    y = (third + fifth).add_(1).mul_(cx).add_(fourth).add_(sixth).add_(1)
-    y_c = third.mul_(3).add_(fifth, alpha=5).add_(1).mul_(cx).add_(fourth, alpha=4).add_(sixth, alpha=6)  # times c
-    slope = y_c.div_(y).mul_(-1.5).add_(1).div_(d)
-    return y.log_().mul_(3).add_(d.log_()), slope
+    root = d.rsqrt()  # 3c
+    h, x3, t = root * root, root * x, x * x  # 9c², 3cx
+    h2 = h * h
+    third, fifth = polynomial(_over(9, THIRD), t).mul_(h), polynomial(_over(81, FIFTH), t).mul_(h2)  # times c x
+    fourth, sixth = polynomial(_over(81, FOURTH), t).mul_(h2), polynomial(_over(729, SIXTH), t).mul_(h2).mul_(h)
+    y_c = torch.addcmul(x3, x3, torch.add(third, fifth, alpha=5 / 3), value=3)
+    y_c.add_(fourth, alpha=12).add_(sixth, alpha=18)  # times 3c
+    y = polynomial((1.0, 1 / 3), x3.addcmul_(x3, third.add_(fifth))).add_(fourth).add_(sixth)
+    slope = torch.addcmul(h, h, y_c.div_(y), value=-0.5)
+    return (y * y).mul_(y).mul_(d).log_(), slope
 
 
-def _polynomial(coefficients: tuple[float, ...], t: Tensor) -> Tensor:
-    *rest, last = coefficients
-    value = t * last
-    for coefficient in rest[:0:-1]:
-        value.add_(coefficient).mul_(t)
-    return value.add_(rest[0])
+@cache
+def _over(power: int, coefficients: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(each / power for each in coefficients)
 
 
-def log_surrogate_draw(log_alpha: Tensor) -> tuple[Tensor, Tensor]:
+def surrogate_noise(like: Tensor) -> tuple[Tensor, ...]:
+    """The logarithm of a uniform number."""
+    return (log_uniform(like),)
+
+
+def log_surrogate(alpha: Tensor, log_u: Tensor) -> tuple[Tensor, Tensor]:
     """The approximate inverse CDF: log X = (log U + log Γ(α + 1)) / α, and its derivative in log α.
 
     F(x) ≈ x^α / Γ(α + 1), the first term of the CDF at 0. Good for α well below 1 only.
     """
-    value, slope = in_pieces(_log_surrogate, log_alpha, log_uniform(log_alpha))
-    return value, slope
-
-
-def _log_surrogate(log_alpha: Tensor, log_u: Tensor) -> tuple[Tensor, Tensor]:
-    alpha = log_alpha.clamp_min(FLOOR).exp_()
     log_gamma, digamma = gammas(alpha)
     # At tiny α rounding in log Γ(1 + α) ≈ -γα could outweigh a log U near 0, and 1/α would blow it up.
     log_gamma = torch.where(alpha < 1e-4, alpha * -EULER, log_gamma)
-    value = log_u.add_(log_gamma).div_(alpha)
+    value = log_u.add_(log_gamma).div_(alpha.clamp_min(LEAST))
     return value, digamma.sub_(value)
+
+
+IMPLICIT, SURROGATE = Sampler(gamma_noise, log_gamma), Sampler(surrogate_noise, log_surrogate)

@@ -65,7 +65,7 @@ class Weibull(Family):
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
         weights = noisy_softmax(logits, 1 / self.k, self._noise(logits), hidden)
-        return weights, lambda: self._kl(logits, mask, hidden, keys)
+        return weights, self._kl(logits, mask, hidden, keys) if self.counts else None
 
     @staticmethod
     def _noise(logits: Tensor) -> Tensor:
