@@ -14,6 +14,7 @@ from bayesformer.errors import DamagedFileError, OracleBeatenError, TrainingDive
 from bayesformer.fitting import fit
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesformer.memory import keep_freed
 from bayesformer.methods import (
     Attention,
     Baoab,
@@ -42,6 +43,8 @@ from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
 from bayesformer.priors import Prior
 from bayesformer.train import Training
 from bayesformer.version import __version__
+
+keep_freed()
 
 __all__ = [
     "Attention",

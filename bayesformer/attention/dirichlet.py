@@ -26,7 +26,6 @@ from bayesformer.attention.fused import (
     row_softmax,
     row_softmax_,
     softmax_backward,
-    visible_sum,
 )
 from bayesformer.attention.special import IMPLICIT, LEAST, SURROGATE, Sampler, gamma_ratio, gammas_and_trigamma
 from bayesformer.attention.spread import Learned, Spread
@@ -95,19 +94,26 @@ class Dirichlet(Family):
 
     def _of_rows(self, a: Tensor, mask: Visible, logits: Tensor) -> Tensor:
         """(B,): what the KL owes to the rows, whatever α is."""
-        seen = _keys_of_rows(mask, logits)  # (·, ·, T, 1), or (E,)
-        value = known(partial(self._of_row, keys=seen.to(a.dtype)), a)
-        if isinstance(mask, Edges):  # a row's term, shared out among its edges
-            return visible_sum(value / seen, mask, logits.shape)
-        return visible_sum(value, seen > 0, torch.Size((*logits.shape[:-1], 1)))
+        keys = _keys_of_rows(mask, logits).to(a.dtype)  # (·, ·, T, 1), or (E,)
+        # On a graph a row's term is shared out among its edges.
+        shown = keys.reciprocal() if isinstance(mask, Edges) else (keys > 0).to(a.dtype)
+        rows = torch.Size((*logits.shape[-3:-1], logits.shape[-1] if isinstance(mask, Edges) else 1))
+
+        def total(a: Tensor) -> tuple[Tensor, Tensor]:
+            value, slope = (each * shown for each in self._of_row(a, keys))
+            repeats = math.prod(rows) // math.prod(value.shape[-3:])  # of axes that neither writes out
+            value = (value.sum((-3, -2, -1)) * repeats).expand(logits.shape[:-3])
+            return value, (slope * repeats)[(None,) * (logits.dim() - slope.dim())]
+
+        return known(total, a)
 
     def _of_row(self, a: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """n (r - 1 - log r), unless the prior is symmetric; less the KL of Gamma(a) to Gamma(a₀); derivative in a."""
-        value = slope = torch.zeros_like(a)
-        a0 = a.new_tensor(self.prior_sharpness)
         if self.symmetric:
-            a0 = a0 * keys.clamp_min(1e-30)
+            value = slope = torch.zeros_like(a)
+            a0 = self.prior_sharpness * keys.clamp_min(1e-30)
         else:
+            a0 = torch.full_like(a, self.prior_sharpness)
             r = a0 / a
             value, slope = keys * (r - 1 - r.log()), keys * (1 - r) / a
         if self.divergence == "gamma":
@@ -168,7 +174,7 @@ class _Gammas(Function):
     def backward(ctx: Any, by_weights: Tensor, by_kl: Tensor | None) -> tuple[Tensor | None, ...]:
         means, weights, slope, kl_slope, a, by_r = ctx.saved_tensors
         edges: Edges | None = ctx.edges
-        g = softmax_backward(by_weights, weights, edges) * slope
+        g = softmax_backward(by_weights, weights, edges).mul_(slope)
         if by_kl is not None:
             by_kl = by_kl[..., None, None, None]
             g = torch.addcmul(g, by_kl, kl_slope)

@@ -144,7 +144,7 @@ class _Known(Function):
         return tuple(found)
 
 
-PIECE = 1 << 16  # numbers per piece: small enough for the cache, large enough to hide the calls
+PIECE = 1 << 18  # numbers per piece: small enough for the cache, large enough to hide the calls
 
 
 def in_pieces(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -162,9 +162,16 @@ def in_pieces(compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tu
             return [x.reshape(1, 1)] * count
         return x.expand(*lead, x.shape[-1]).reshape(-1, x.shape[-1]).split(size)
 
-    found = [compute(*piece) for piece in zip(*map(pieces, inputs), strict=True)]
-    joined = found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found, strict=True))
-    return tuple(part.view(*lead, -1) for part in joined)
+    whole: list[Tensor] = []
+    for start, piece in zip(range(0, count * size, size), zip(*map(pieces, inputs), strict=True), strict=True):
+        found = compute(*piece)
+        if count == 1:
+            whole = list(found)
+        else:  # put into their place while they are in the cache
+            whole = whole or [part.new_empty(math.prod(lead), part.shape[-1]) for part in found]
+            for part, place in zip(found, whole, strict=True):
+                place[start : start + size] = part
+    return tuple(part.view(*lead, -1) for part in whole)
 
 
 def exponential_(x: Tensor) -> tuple[Tensor, Tensor]:

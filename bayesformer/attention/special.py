@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.attention.noise import log_uniform, normal
+from bayesformer.functional import transformed
 
 EULER = 0.5772156649015329
 LEAST = math.exp(-80.0)
@@ -48,16 +49,16 @@ def gamma_ratio(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     differences of powers, plus (1 - r) x (1 + ψ(z) - log z), no two of which are large and nearly equal.
     """
     less = r * x
-    rest = x - less
+    value = x - less
     if x.dtype == torch.float64:
         log_gamma, digamma, trigamma = gammas_and_trigamma(x)
         log_gamma0, digamma0 = gammas(less)
-        return log_gamma0 - log_gamma + rest * digamma, digamma0 - digamma, trigamma
+        return log_gamma0 - log_gamma + value * digamma, digamma0 - digamma, trigamma
     s, s0 = _Shifted(x), _Shifted(less)
-    log_z, below, below0 = (s0.z / s.z).log_(), s.below_log(), s0.below_log()
-    value = torch.addcmul(rest, rest, below, value=-1).addcmul_(s0.z - 0.5, log_z).sub_((s0.p / s.p).log_())
-    value.add_(s0.tail().sub_(s.tail()))  # exactly 0 at x = 0, as all the rest
-    return value, log_z.add_(below.sub_(below0)), s.trigamma()
+    below, below0, tail = s.below_log(), s0.below_log(), s0.tail().sub_(s.tail())
+    log_z = torch.div(s0.z, s.z, out=over(less)).log_()
+    value.addcmul_(value, below, value=-1).addcmul_(s0.z.sub_(0.5), log_z).sub_(s0.p.div_(s.p).log_())
+    return value.add_(tail), log_z.add_(below.sub_(below0)), s.trigamma()  # exactly 0, 0 and ψ′(1) at x = 0
 
 
 class _Shifted:
@@ -80,10 +81,11 @@ class _Shifted:
         return polynomial((1 / 12, -1 / 120), self.j).mul_(self.j).add_(self.i, alpha=0.5).add_(self.q)
 
     def trigamma(self) -> Tensor:
-        """ψ′(1 + x)."""
-        powers = plus_product(0.5, polynomial((1 / 6, -1 / 30), self.j), self.i)
-        powers = torch.addcmul(self.i, self.j, powers).addcmul_(self.q, self.q)
-        return powers.sub_(polynomial((10.0, 12.0), self.u).div_(self.p))
+        """ψ′(1 + x). The last to be asked for: it writes over the others."""
+        powers = polynomial((1 / 6, -1 / 30), self.j)
+        powers = plus_product(0.5, powers, self.i, out=over(powers))
+        last = polynomial((10.0, 12.0), self.u, out=over(self.u)).div_(self.p)
+        return self.i.addcmul_(self.j, powers).addcmul_(self.q, self.q).sub_(last)
 
 
 def _series(s: _Shifted) -> tuple[Tensor, Tensor]:
@@ -92,18 +94,27 @@ def _series(s: _Shifted) -> tuple[Tensor, Tensor]:
     return log_gamma.add_(s.tail()), log_z.sub_(s.below_log())
 
 
-def polynomial(coefficients: tuple[float, ...], t: Tensor) -> Tensor:
+# Memory that is new costs a pass as much again as the pass itself, so results are written over what is not needed
+# any more.
+
+
+def over(x: Tensor) -> Tensor | None:
+    """For `out`: x, but under torch.func, which has no such thing."""
+    return None if transformed() else x
+
+
+def polynomial(coefficients: tuple[float, ...], t: Tensor, out: Tensor | None = None) -> Tensor:
     """c₀ + c₁ t + c₂ t² + …, one pass for each power."""
     *rest, last = coefficients
-    value = torch.add(_constant(rest[-1], t.dtype, t.device), t, alpha=last)
+    value = torch.add(_constant(rest[-1], t.dtype, t.device), t, alpha=last, out=out)
     for coefficient in rest[-2::-1]:
-        value = plus_product(coefficient, value, t)
+        value = plus_product(coefficient, value, t, out=over(value))
     return value
 
 
-def plus_product(c: float, x: Tensor, y: Tensor) -> Tensor:
+def plus_product(c: float, x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """c + x y in one pass."""
-    return torch.addcmul(_constant(c, x.dtype, x.device), x, y)
+    return torch.addcmul(_constant(c, x.dtype, x.device), x, y, out=out)
 
 
 @cache
@@ -157,18 +168,20 @@ FARTHEST = 5.5  # x is beyond it once in 10⁷ draws; further out the polynomial
 
 
 def log_quantile(alpha: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """log G, and d log G / dα = (1 - 1.5 c (∂y/∂c) / y) / d."""
-    d, x = alpha + (2 - 1 / 3), x.clamp(-FARTHEST, FARTHEST)
+    """log G, and d log G / dα = (1 - 1.5 c (∂y/∂c) / y) / d. `x` is used up."""
+    d = alpha + (2 - 1 / 3)
     root = d.rsqrt()  # 3c
-    h, x3, t = root * root, root * x, x * x  # 9c², 3cx
-    h2 = h * h
+    h = root * root  # 9c²
+    x3 = root.mul_(x.clamp_(-FARTHEST, FARTHEST))  # 3cx
+    h2, t = h * h, x.mul_(x)
     third, fifth = polynomial(_over(9, THIRD), t).mul_(h), polynomial(_over(81, FIFTH), t).mul_(h2)  # times c x
     fourth, sixth = polynomial(_over(81, FOURTH), t).mul_(h2), polynomial(_over(729, SIXTH), t).mul_(h2).mul_(h)
-    y_c = torch.addcmul(x3, x3, torch.add(third, fifth, alpha=5 / 3), value=3)
+    y_c = torch.add(third, fifth, alpha=5 / 3, out=over(h2))
+    y_c = torch.addcmul(x3, x3, y_c, value=3, out=over(y_c))
     y_c.add_(fourth, alpha=12).add_(sixth, alpha=18)  # times 3c
-    y = polynomial((1.0, 1 / 3), x3.addcmul_(x3, third.add_(fifth))).add_(fourth).add_(sixth)
-    slope = torch.addcmul(h, h, y_c.div_(y), value=-0.5)
-    return (y * y).mul_(y).mul_(d).log_(), slope
+    y = x3.addcmul_(x3, third.add_(fifth)).mul_(1 / 3).add_(1).add_(fourth).add_(sixth)
+    slope = h.addcmul_(h, y_c.div_(y), value=-0.5)
+    return torch.mul(y, y, out=over(t)).mul_(y).mul_(d).log_(), slope
 
 
 @cache
