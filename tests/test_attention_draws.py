@@ -2,12 +2,13 @@
 
 from functools import partial
 
+import numpy
 import pytest
 import torch
 
 import bayesformer as bf
 from bayesformer.attention import Softmax, Weibull, attention_kl, attention_mode
-from bayesformer.attention.noise import log_uniform, normal, streams
+from bayesformer.attention.noise import MANY, log_uniform, normal, streams
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.network import FlatModel
@@ -111,6 +112,21 @@ def test_log_uniform_is_never_zero_or_infinite(monkeypatch):
             value = log_uniform(torch.empty(2, dtype=dtype))
             assert (value < 0).all()
             assert torch.isfinite(value.neg().log()).all()
+
+
+@pytest.mark.parametrize("bits", [0, 2**64 - 1])
+def test_log_uniform_is_never_zero_or_infinite_whatever_the_bits(bits, monkeypatch):
+    class Stuck:
+        def __init__(self, seed):
+            pass
+
+        def random_raw(self, count):
+            return numpy.full(count, bits, dtype=numpy.uint64)
+
+    monkeypatch.setattr(numpy.random, "SFC64", Stuck)
+    value = log_uniform(torch.empty(MANY))
+    assert (value < 0).all()
+    assert torch.isfinite(value.neg().log()).all()
 
 
 def test_prediction_does_not_compute_a_kl(monkeypatch):
