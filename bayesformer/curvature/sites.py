@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -63,11 +64,11 @@ class Axis:
     examples: int
     flat: bool = False
 
-    def front(self, tensor: Tensor) -> Tensor:
-        """(B, rest): the batch first."""
+    def front(self, tensor: Tensor, before: int = 0) -> Tensor:
+        """(..., B, rest): the batch first, after as many axes that this one does not count."""
         if self.flat:
-            return tensor.unflatten(0, (self.examples, -1))
-        return tensor if self.number == 0 else tensor.movedim(self.number, 0)
+            return tensor.unflatten(before, (self.examples, -1))
+        return tensor if self.number == 0 else tensor.movedim(before + self.number, before)
 
 
 class Site(Protocol):
@@ -90,8 +91,8 @@ class Site(Protocol):
         """The site's output in the autograd graph; None where the site has no output of its own."""
         ...
 
-    def arrange(self, gradient: Tensor | None) -> Tensor:
-        """One column's gradient in the site's output, as autograd gives it, in this site's form (B, ...)."""
+    def arrange(self, gradient: Tensor) -> Tensor:
+        """The gradients of S columns as autograd gives them, (S, *shape), in this site's form (S, B, ...)."""
         ...
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
@@ -113,11 +114,14 @@ class Output:
     dtype: torch.dtype
     device: torch.device
 
-    def front(self, gradient: Tensor | None) -> Tensor:
-        """The gradient with the batch first; 0 where nothing depends on this output."""
-        if gradient is None:
-            gradient = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return self.axis.front(gradient)
+    def front(self, gradient: Tensor) -> Tensor:
+        """(S, *shape) -> (S, B, rest)."""
+        return self.axis.front(gradient, before=1)
+
+    def nothing(self, columns: int) -> Tensor:
+        """(S, *shape): the gradients where nothing depends on this output."""
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return zeros.expand(columns, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -159,12 +163,12 @@ class LinearSite(_Placed):
     turned: bool = False
     channels_second: bool = False
 
-    def arrange(self, gradient: Tensor | None) -> Tensor:
-        """(B, R, out)."""
+    def arrange(self, gradient: Tensor) -> Tensor:
+        """(S, B, R, out)."""
         gradient = self.output.front(gradient)
         if self.channels_second:
-            gradient = gradient.movedim(1, -1)
-        return gradient if gradient.dim() == 3 else gradient.reshape(len(gradient), -1, gradient.shape[-1])
+            gradient = gradient.movedim(2, -1)
+        return gradient if gradient.dim() == 4 else gradient.reshape(*gradient.shape[:2], -1, gradient.shape[-1])
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
         """Σ_r g_r a_rᵀ."""
@@ -180,9 +184,9 @@ class EmbeddingSite(_Placed):
     tokens: Tensor
     padding: int | None = None
 
-    def arrange(self, gradient: Tensor | None) -> Tensor:
-        """(B, R, D), 0 at the padding token, whose row never moves."""
-        gradient = self.output.front(gradient).reshape(*self.tokens.shape, -1)
+    def arrange(self, gradient: Tensor) -> Tensor:
+        """(S, B, R, D), 0 at the padding token, whose row never moves."""
+        gradient = self.output.front(gradient).reshape(len(gradient), *self.tokens.shape, -1)
         if self.padding is not None:
             gradient = gradient.masked_fill((self.tokens == self.padding).unsqueeze(-1), 0)
         return gradient
@@ -206,8 +210,8 @@ class ElementSite(_Placed):
     inputs: Tensor | None = None
     sign: int = 1
 
-    def arrange(self, gradient: Tensor | None) -> Tensor:
-        """(B, ...)."""
+    def arrange(self, gradient: Tensor) -> Tensor:
+        """(S, B, ...)."""
         return self.output.front(gradient)
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
@@ -244,9 +248,9 @@ class GeneralSite:
         """None."""
         return
 
-    def arrange(self, gradient: Tensor | None) -> Tensor:
-        """The gradient of one example, in the shape of the parameter."""
-        return torch.zeros_like(self.parameter) if gradient is None else gradient
+    def arrange(self, gradient: Tensor) -> Tensor:
+        """They come example by example."""
+        return gradient
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
         """The gradient is that already."""
@@ -292,32 +296,33 @@ def _together(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tenso
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         answers = iter(torch.vmap(back)(columns))
-    gradients = {key: next(answers) if seen else None for key, seen in zip(edges, used, strict=True)}
-    return [_arranged(site, gradients[id(site.edge)], len(columns)) for site in sites]
+    gradients = {key: next(answers) for key, seen in zip(edges, used, strict=True) if seen}
+    return [_arranged(site, gradients.get(id(site.edge)), len(columns)) for site in sites]
 
 
 def _arranged(site: Site, gradient: Tensor | None, columns: int) -> Tensor:
-    if gradient is None:
-        nothing = site.arrange(None)
-        return nothing.expand(columns, *nothing.shape)
-    return torch.vmap(site.arrange)(gradient)
+    if gradient is None and isinstance(site, _Placed):
+        gradient = site.output.nothing(columns)
+    assert gradient is not None
+    return site.arrange(gradient)
 
 
 def _in_turn(sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool) -> list[Tensor]:
     edges = _edges(sites)
     general = [site for site in sites if isinstance(site, GeneralSite)]
     keep = keep or bool(general)
-    found: list[list[Tensor]] = [[] for _ in sites]
+    found: dict[int, list[Tensor]] = defaultdict(list)
     for column in columns:
-        gradients: dict[int, Tensor | None] = {}
         if edges:
             answers = torch.autograd.grad(outputs, list(edges.values()), column, retain_graph=keep, allow_unused=True)
-            gradients = dict(zip(edges, answers, strict=True))
-        whole = dict(zip(map(id, general), _one_by_one(general, outputs, column), strict=True))
-        for site, kept in zip(sites, found, strict=True):
-            slow = isinstance(site, GeneralSite)
-            kept.append(whole[id(site)] if slow else site.arrange(gradients[id(site.edge)]))
-    return [kept[0].unsqueeze(0) if len(kept) == 1 else torch.stack(kept) for kept in found]
+            for key, answer in zip(edges, answers, strict=True):
+                if answer is not None:
+                    found[key].append(answer)
+        for site, answer in zip(general, _one_by_one(general, outputs, column), strict=True):
+            found[id(site)].append(answer)
+    gradients = {key: kept[0].unsqueeze(0) if len(kept) == 1 else torch.stack(kept) for key, kept in found.items()}
+    keys = [id(site if site.edge is None else site.edge) for site in sites]
+    return [_arranged(site, gradients.get(key), len(columns)) for site, key in zip(sites, keys, strict=True)]
 
 
 def _one_by_one(sites: list[GeneralSite], outputs: Tensor, column: Tensor) -> list[Tensor]:
@@ -331,5 +336,5 @@ def _one_by_one(sites: list[GeneralSite], outputs: Tensor, column: Tensor) -> li
         only[n] = column[n]
         answers = torch.autograd.grad(outputs, parameters, only, retain_graph=True, allow_unused=True)
         for site, answer, kept in zip(sites, answers, found, strict=True):
-            kept.append(site.arrange(answer))
+            kept.append(torch.zeros_like(site.parameter) if answer is None else answer)
     return [torch.stack(kept) for kept in found]
