@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.curvature import Capture, backpropagate, watch
+from bayesformer.curvature import Capture, backpropagate, together
 from bayesformer.curvature.capture import mismatches
 from bayesformer.network import apply, trainable
 from tests.curvature_zoo import MODELS, build
@@ -346,7 +346,7 @@ def test_gelu_sends_columns_back_together_as_one_by_one(approximate):
     x = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
     columns = torch.randn(3, 4, 7, dtype=torch.float64)
 
-    out = watch.gelu(x, approximate)
+    out = together.gelu(x, approximate)
 
     def back(column):
         return torch.autograd.grad(out, x, column, retain_graph=True)[0]
@@ -355,8 +355,38 @@ def test_gelu_sends_columns_back_together_as_one_by_one(approximate):
         (expected,) = torch.autograd.grad(F.gelu(x, approximate=approximate), x, column)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(back(column), expected)
-    assert torch.equal(watch.gelu(x, approximate), F.gelu(x, approximate=approximate))
-    assert watch.gelu(x.detach()).grad_fn is None
+    assert torch.equal(together.gelu(x, approximate), F.gelu(x, approximate=approximate))
+    assert together.gelu(x.detach()).grad_fn is None
+
+
+@pytest.mark.parametrize("keys", ["rows", "turned", "shared"])
+def test_matmul_sends_columns_back_together_as_one_by_one(keys):
+    """Heads seen through a transpose, keys through two; and keys that all examples share, which is left to torch."""
+    a, b = (torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    left = a.transpose(1, 2)
+    turned = b.transpose(1, 2).mT
+    right = {"rows": turned.contiguous(), "turned": turned, "shared": b[:1, 0].mT}
+    columns = torch.randn(3, 2, 3, 4, right[keys].shape[-1], dtype=torch.float64)
+
+    out = together.matmul(left, right[keys])
+
+    def back(column):
+        return torch.autograd.grad(out, [a, b], column, retain_graph=True)
+
+    for column, *found in zip(columns, *torch.vmap(back)(columns), strict=True):
+        expected = torch.autograd.grad(left @ right[keys], [a, b], column, retain_graph=True)
+        torch.testing.assert_close(tuple(found), expected)
+        torch.testing.assert_close(back(column), expected)
+    assert torch.equal(out, left @ right[keys])
+
+
+def test_matmul_leaves_mixed_precision_to_torch():
+    a, b = (torch.randn(2, 3, 3, requires_grad=True) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = together.matmul(a, b)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert a.grad.dtype == torch.float32
 
 
 class Unseen(torch.autograd.Function):

@@ -13,41 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from bayesformer.attention.multihead import multi_head_attention_forward
 from bayesformer.curvature.sites import Axis, ElementSite, EmbeddingSite, LinearSite, Output, Part, Site
+from bayesformer.curvature.together import FASTER
 
 Key = tuple[str, int]
 """A use: the parameter's name, and its number among the uses of that parameter in a pass."""
-
-
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU whose slope is computed once for all columns that go back together, not for each of them."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return F.gelu(x, approximate=approximate)
-    result: Tensor = _Gelu.apply(x, approximate)
-    return result
-
-
-class _Gelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.approximate = approximate
-        return F.gelu(x, approximate=approximate)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        slope = torch.ops.aten.gelu_backward
-        if torch._C._functorch.is_batchedtensor(by_out):
-            return by_out * slope(torch.ones_like(x), x, approximate=ctx.approximate), None
-        return slope(by_out, x, approximate=ctx.approximate), None
 
 
 class Watch(TorchFunctionMode):
@@ -62,7 +37,7 @@ class Watch(TorchFunctionMode):
         columns: int | None = None,
     ) -> None:
         super().__init__()
-        self.activations = {} if columns == 1 else {F.gelu: gelu}
+        self.faster = {} if columns == 1 else FASTER
         # The tensors are kept with their parts: an id stays true only while its object lives.
         self.parts = {id(p): (p, Part(name, p.shape)) for name, p in parameters.items()}
         self.examples, self.known = examples, axes
@@ -78,12 +53,12 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         found = self._found(args, kwargs)
         if not found:
-            return self.activations.get(func, func)(*args, **kwargs)
+            return self.faster.get(func, func)(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             with self:  # in plain functions, which are seen here again
                 return multi_head_attention_forward(*args, **kwargs)
         rule = RULES.get(func)
-        out = func(*args, **kwargs)
+        out = self.faster.get(func, func)(*args, **kwargs)
         if not _moves(out) or (rule is not None and rule(self, func, out, *args, **kwargs)):
             return out
         self.uncovered |= {part.name: resolve_name(func) or str(func) for part in found}
