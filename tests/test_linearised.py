@@ -12,11 +12,13 @@ from bayesformer.curvature.structures import (
     KroneckerCurvature,
     LowRankCurvature,
 )
+from bayesformer.gaussians import Dense
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.network import Layout, call
 from bayesformer.predict import linearised
 from bayesformer.predict.linearised import Linearised, linearised_outputs
+from bayesformer.predict.spread import times_root
 from bayesformer.weights import BlockGaussian, GaussianWeights, Samples
 from tests.nets import Mlp, Normed, Tied
 
@@ -159,6 +161,12 @@ def blocks(model, kind):
 def test_blocks_on_transformers(name, kind):
     model, inputs = models()[name]
     check(model, inputs, blocks(model.double(), kind))
+
+
+def test_triangular_products_leave_out_zeros_only():
+    tril, rows = torch.randn(300, 300, dtype=F64).tril(), torch.randn(3, 2, 300, dtype=F64).transpose(0, 1)
+
+    torch.testing.assert_close(times_root(Dense(tril), rows), rows @ tril)
 
 
 def test_a_convolution_and_a_transposed_weight():

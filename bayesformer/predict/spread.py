@@ -19,6 +19,7 @@ from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank
 from bayesformer.network import Layout
 from bayesformer.weights import BlockGaussian, GaussianWeights, Weights
 
+STRIP = 128  # columns of a triangular matrix at a time: fewer multiply fewer zeros, but do it more slowly
 CACHE = 2**18  # numbers of a Jacobian handled at once: what is computed from it should not leave the cache
 
 Uses: TypeAlias = dict[str, list[tuple[Site, Tensor]]]
@@ -32,17 +33,17 @@ Roots: TypeAlias = Iterator[tuple[slice, Tensor]]
 def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) -> Roots:
     """Of a weight used at R positions, G = Σ_r g_r a_rᵀ.
 
-    Kronecker blocks rotate g and a first, for all examples together: then Σ is a product with 1 / D.
+    For a Kronecker block in its eigenbases, as for a diagonal one, Σ is a product with 1 / D.
     """
-    inputs, shape = site.inputs, (slopes.shape[-1], site.inputs.shape[-1])
+    inputs, basis = site.inputs, None
     if isinstance(block, Kronecker) and block.complete:
-        left, right = block.out_vectors, block.in_vectors
+        basis, other = block.out_vectors, block.in_vectors
         scale = block.precisions.rsqrt()
         if site.turned:
-            left, right, scale = right, left, scale.mT
-        slopes = slopes if left is None else slopes @ left
-        inputs = inputs if right is None else inputs @ right
+            basis, other, scale = other, basis, scale.mT
+        inputs = inputs if other is None else inputs @ other
     elif isinstance(block, Diagonal):
+        shape = slopes.shape[-1], inputs.shape[-1]
         scale = block.variance.sqrt()
         scale = scale.view(shape[::-1]).mT if site.turned else scale.view(shape)
     else:
@@ -50,17 +51,31 @@ def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) ->
             matrices = _products(slopes[:, some], inputs[some])
             yield some, times_root(block, (matrices.mT if site.turned else matrices).flatten(-2))
         return
+    products = _products
+    if basis is not None and slopes.shape[2] > inputs.shape[-1]:  # fewer rows to turn after the product than before
+        products, scale = _turned_products, scale.mT.contiguous()
     for some in _few(slopes, block.size, joint):
-        yield some, _products(slopes[:, some], inputs[some]).mul_(scale).flatten(-2)
+        yield some, products(slopes[:, some], inputs[some], basis).mul_(scale).flatten(-2)
 
 
-def _products(slopes: Tensor, inputs: Tensor) -> Tensor:
-    """(C, b, R, out), (b, R, in) -> (b, C, out, in): Σ_r g_r a_rᵀ."""
+def _products(slopes: Tensor, inputs: Tensor, basis: Tensor | None = None) -> Tensor:
+    """(C, b, R, out), (b, R, in) -> (b, C, out, in): Σ_r g_r a_rᵀ, the slopes in another basis (out, out) first."""
     columns, batch, positions, out = slopes.shape
     if positions == 1:  # an outer product, not a matrix product of inner size 1
-        return slopes.squeeze(2).transpose(0, 1).unsqueeze(-1) * inputs.unsqueeze(1)
-    rows = slopes.permute(1, 2, 0, 3).reshape(batch, positions, columns * out)  # copied in long rows, turned for free
-    return (rows.mT @ inputs).view(batch, columns, out, -1)
+        rows = slopes.squeeze(2).transpose(0, 1)
+        return (rows if basis is None else rows @ basis).unsqueeze(-1) * inputs.unsqueeze(1)
+    rows = slopes.permute(1, 2, 0, 3).reshape(-1, out)  # copied in long rows, turned for free
+    rows = rows if basis is None else rows @ basis
+    return (rows.view(batch, positions, -1).mT @ inputs).view(batch, columns, out, -1)
+
+
+def _turned_products(slopes: Tensor, inputs: Tensor, basis: Tensor | None = None) -> Tensor:
+    """The same as (b, C, in, out), in the other basis only after the sum."""
+    columns, batch, positions, out = slopes.shape
+    rows = slopes.permute(1, 2, 0, 3).reshape(batch, positions, -1)
+    sums = (inputs.mT @ rows).view(-1, out)
+    sums = sums if basis is None else sums @ basis
+    return sums.view(batch, -1, columns, out).transpose(1, 2).contiguous()
 
 
 def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
@@ -86,7 +101,7 @@ def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
 def row_roots(site: Site, slopes: Tensor, block: Block, joint: bool) -> Roots:
     """Of any parameter: every row of J times a root of Σ."""
     for some in _few(slopes, block.size, joint):
-        yield some, times_root(block, site.per_example(slopes, some).flatten(2).transpose(0, 1))
+        yield some, times_root(block, site.values(slopes, some).transpose(0, 1))
 
 
 def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) -> Roots:
@@ -104,11 +119,18 @@ def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) ->
 def times_root(block: Block, rows: Tensor) -> Tensor:
     """Rows times L where Σ = L Lᵀ. `colour` multiplies by Lᵀ, the same where the root is symmetric."""
     if isinstance(block, Dense):
-        return rows @ block.tril
+        return _times_tril(rows, block.tril)
     if isinstance(block, LowRank):
         white = rows * block.prior.rsqrt()
         return white + ((white @ block.vectors) * ((1 + block.values).rsqrt() - 1)) @ block.vectors.mT
     return block.colour(rows)
+
+
+def _times_tril(rows: Tensor, tril: Tensor) -> Tensor:
+    """Rows times L, some columns of it after another, which begin where their zeros end."""
+    flat, size = rows.reshape(-1, len(tril)), len(tril)
+    strips = [flat[:, i:] @ tril[i:, i : i + STRIP] for i in range(0, size, STRIP)]
+    return (strips[0] if len(strips) == 1 else torch.cat(strips, -1)).view(*rows.shape[:-1], size)
 
 
 class Piece(NamedTuple):
