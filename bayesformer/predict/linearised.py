@@ -141,8 +141,9 @@ class Linearised:
         for start in range(0, positions, at_once):
             stop = min(start + at_once, positions)
             slopes = backpropagate(sites, outputs, one_hot(outputs, start * width, stop * width))
-            for some, root in self.spread.roots(sites, slopes):
-                covariance[some, start:stop] += gram(root.detach(), width)
+            with torch.no_grad():
+                for some, root in self.spread.roots(sites, slopes):
+                    covariance[some, start:stop].add_(gram(root, width))
         return covariance
 
     def _plainly(self, inputs: Inputs, last: nn.Linear, examples: int) -> GaussianOutputs | None:

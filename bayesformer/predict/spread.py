@@ -20,7 +20,7 @@ from bayesformer.network import Layout
 from bayesformer.weights import BlockGaussian, GaussianWeights, Weights
 
 STRIP = 128  # columns of a triangular matrix at a time: fewer multiply fewer zeros, but do it more slowly
-CACHE = 2**18  # numbers of a Jacobian handled at once: what is computed from it should not leave the cache
+CACHE = 2**19  # numbers handled at once: a Jacobian and what it is computed from should not leave the cache
 
 Uses: TypeAlias = dict[str, list[tuple[Site, Tensor]]]
 """The sites of each parameter in a pass, with the slopes there."""
@@ -36,6 +36,7 @@ def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) ->
     For a Kronecker block in its eigenbases, as for a diagonal one, Σ is a product with 1 / D.
     """
     inputs, basis = site.inputs, None
+    width = block.size + slopes[0, 0].numel()  # a product and its rows
     if isinstance(block, Kronecker) and block.complete:
         basis, other = block.out_vectors, block.in_vectors
         scale = block.precisions.rsqrt()
@@ -47,14 +48,14 @@ def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) ->
         scale = block.variance.sqrt()
         scale = scale.view(shape[::-1]).mT if site.turned else scale.view(shape)
     else:
-        for some in _few(slopes, block.size, joint):
+        for some in _few(slopes, width, joint):
             matrices = _products(slopes[:, some], inputs[some])
             yield some, times_root(block, (matrices.mT if site.turned else matrices).flatten(-2))
         return
     products = _products
     if basis is not None and slopes.shape[2] > inputs.shape[-1]:  # fewer rows to turn after the product than before
         products, scale = _turned_products, scale.mT.contiguous()
-    for some in _few(slopes, block.size, joint):
+    for some in _few(slopes, width, joint):
         yield some, products(slopes[:, some], inputs[some], basis).mul_(scale).flatten(-2)
 
 
@@ -250,7 +251,7 @@ def _on(columns: slice | Tensor, like: Tensor) -> slice | Tensor:
 
 
 def _few(slopes: Tensor, width: int, joint: bool) -> Iterator[slice]:
-    """Examples so few that their Jacobian in `width` weights stays in the cache; or all."""
+    """Examples so few that `width` numbers of each column stay in the cache; or all."""
     columns, batch = slopes.shape[:2]
     size = batch if joint else max(1, CACHE // (columns * width))
     return (slice(start, start + size) for start in range(0, batch, size))
@@ -258,8 +259,8 @@ def _few(slopes: Tensor, width: int, joint: bool) -> Iterator[slice]:
 
 def gram(root: Tensor, width: int) -> Tensor:
     """(b, S, K, K): W Wᵀ among the K = `width` outputs of each position, from (b, S · K, q)."""
-    grouped = root.unflatten(1, (-1, width))
-    return grouped @ grouped.mT
+    grouped = root.reshape(-1, width, root.shape[-1])
+    return (grouped @ grouped.mT).view(len(root), -1, width, width)
 
 
 def _places(layout: Layout) -> dict[str, slice]:
