@@ -34,7 +34,7 @@ from bayesformer.curvature.sites import Axis, GeneralSite, Part, Site, backpropa
 from bayesformer.curvature.watch import Key, Watch
 from bayesformer.dataset import first_tensor, map_inputs
 from bayesformer.errors import unknown_name
-from bayesformer.network import apply, device_of, trainable
+from bayesformer.network import apply, trainable
 from bayesformer.types import Inputs
 
 __all__ = ["Capture", "Site", "backpropagate"]
@@ -63,10 +63,11 @@ class Capture:
         self.parameters = {name: p for name, p in known.items() if names is None or name in set(names)}
         self.others = [p for name, p in known.items() if name not in self.parameters]
         self.general = {name: "asked for" for name in general if name in self.parameters}
+        self.parts = {name: (p, Part(name, p.shape)) for name, p in self.parameters.items()}
+        self.gains: dict[tuple[int, ...], bool] = {}
         self.axes: dict[Key, Axis | None] = {}
         self.probed = 0  # examples of the first look
         self.columns: int | None = None  # that will go back after each pass, if known
-        _settle_allocator(device_of(model))
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
         """Outputs (B, ..., K) and the sites, in the order of use."""
@@ -84,8 +85,8 @@ class Capture:
 
     def _watched(self, inputs: Inputs, axes: Mapping[Key, Axis | None]) -> tuple[Tensor, Watch]:
         examples = len(first_tensor(inputs))
-        followed = {name: p for name, p in self.parameters.items() if name not in self.general}
-        watch = Watch(followed, examples, axes, self.columns)
+        followed = (part for name, part in self.parts.items() if name not in self.general)
+        watch = Watch(followed, examples, axes, self.columns, self.gains)
         with torch.enable_grad(), _frozen(self.others), watch:
             outputs = apply(self.model, inputs)
         if len(outputs) != examples:
@@ -121,16 +122,6 @@ class Capture:
                 break
         self.general, self.axes, self.probed = wrong | uncovered, watch.axes, size
         return outputs, self._sites(watch)
-
-
-def _settle_allocator(device: torch.device) -> None:
-    """Let the C library keep memory between minibatches.
-
-    glibc gives what is freed at the top of the heap back to the system, and gets it again page by page, at up to a
-    third of the time of a pass. Freeing one large piece, never touched, raises its limit for that to 64 MB.
-    """
-    if device.type == "cpu":
-        torch.empty(2**25 - 2**14, dtype=torch.uint8)
 
 
 def mismatches(parameters: Mapping[str, Tensor], outputs: Tensor, sites: list[Site]) -> dict[str, str]:

@@ -7,23 +7,52 @@ separate stretches of it (query and key rows of a packed weight) have none and a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bayesformer.curvature.sites import EVERY, EmbeddingSite, LinearSite, Part, Site
+from bayesformer.curvature.sites import EVERY, EmbeddingSite, LinearSite, Site
+
+
+class Plan(NamedTuple):
+    """What a family is, without the tensors of a pass: the same in all passes."""
+
+    name: str
+    stretch: slice  # of the flat parameter
+    numbers: list[int]
+    kind: str
+    direct: list[bool]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Sites that see the same numbers of one parameter; `numbers` are their places among the sites of a pass."""
+    """Sites that see the same numbers of one parameter."""
 
-    name: str
-    stretch: slice  # of the flat parameter
+    plan: Plan
     sites: list[Site]
-    numbers: list[int]
+
+    @property
+    def name(self) -> str:
+        """The parameter."""
+        return self.plan.name
+
+    @property
+    def stretch(self) -> slice:
+        """Of the flat parameter."""
+        return self.plan.stretch
+
+    @property
+    def numbers(self) -> list[int]:
+        """Places of the sites among those of a pass."""
+        return self.plan.numbers
+
+    @property
+    def kind(self) -> str:
+        """ "linear", "embedding" or "tied" (both) if all sites see the whole stretch, or "other"."""
+        return self.plan.kind
 
     @property
     def size(self) -> int:
@@ -34,17 +63,6 @@ class Family:
     def key(self) -> tuple[str, int, int]:
         """The parameter and the stretch, to remember it by."""
         return self.name, self.stretch.start, self.stretch.stop
-
-    @cached_property
-    def kind(self) -> str:
-        """ "linear", "embedding" or "tied" (both) if all sites see the whole stretch, or "other"."""
-        kinds = {site.kind for site in self.sites}
-        orders = {site.turned for site in self.sites if isinstance(site, LinearSite)}
-        if len(orders) > 1 or not kinds <= {"linear", "embedding"} or not all(self._direct):
-            return "other"
-        if kinds == {"linear", "embedding"}:
-            return "other" if True in orders else "tied"
-        return kinds.pop()
 
     def pick(self, gradients: list[Tensor]) -> list[Tensor]:
         """The gradients of these sites."""
@@ -72,43 +90,68 @@ class Family:
     def per_example(self, gradients: list[Tensor], examples: slice = EVERY) -> Tensor:
         """(S, B, numbers of the stretch): the sum over the sites."""
         total: Tensor | None = None
-        for site, g, direct in zip(self.sites, gradients, self._direct, strict=True):
+        for site, g, direct in zip(self.sites, gradients, self.plan.direct, strict=True):
             values = site.values(g, examples) if direct else self._whole(site, g, examples)
             total = values if total is None else total + values
         assert total is not None
         return total
 
-    @cached_property
-    def _direct(self) -> list[bool]:
-        return [site.part.stretch() == self.stretch for site in self.sites]
-
     def _whole(self, site: Site, g: Tensor, examples: slice) -> Tensor:
         return site.per_example(g, examples).flatten(2)[..., self.stretch]
 
 
+class Sign(NamedTuple):
+    """What of a site decides its family."""
+
+    name: str
+    size: int  # of the parameter
+    ends: tuple[int, int] | None
+    kind: str
+    turned: bool
+
+
 def families(sites: list[Site]) -> list[Family]:
     """All sites of a pass, by parameter and stretch."""
+    signs = tuple(
+        Sign(site.name, site.part.size, site.part.ends, site.kind, isinstance(site, LinearSite) and site.turned)
+        for site in sites
+    )
+    return [Family(plan, [sites[i] for i in plan.numbers]) for plan in _plans(signs)]
+
+
+@lru_cache(maxsize=16)  # passes differ in nothing but their tensors, most of the time
+def _plans(signs: tuple[Sign, ...]) -> list[Plan]:
     names: dict[str, list[int]] = {}
-    for i, site in enumerate(sites):
-        names.setdefault(site.name, []).append(i)
+    for i, sign in enumerate(signs):
+        names.setdefault(sign.name, []).append(i)
     found = []
     for name, numbers in names.items():
-        parts = [sites[i].part for i in numbers]
-        for stretch, members in _stretches(parts):
+        for ends, members in _stretches([signs[i] for i in numbers]):
             chosen = [numbers[m] for m in members]
-            found.append(Family(name, stretch, [sites[i] for i in chosen], chosen))
+            direct = [signs[i].ends == ends for i in chosen]
+            found.append(Plan(name, slice(*ends), chosen, _kind([signs[i] for i in chosen], direct), direct))
     return found
 
 
-def _stretches(parts: list[Part]) -> list[tuple[slice, list[int]]]:
+def _kind(signs: list[Sign], direct: list[bool]) -> str:
+    kinds = {sign.kind for sign in signs}
+    orders = {sign.turned for sign in signs if sign.kind == "linear"}
+    if len(orders) > 1 or not kinds <= {"linear", "embedding"} or not all(direct):
+        return "other"
+    if kinds == {"linear", "embedding"}:
+        return "other" if True in orders else "tied"
+    return kinds.pop()
+
+
+def _stretches(signs: list[Sign]) -> list[tuple[tuple[int, int], list[int]]]:
     """Disjoint stretches with the parts that lie in them; the whole parameter if they overlap otherwise."""
+    whole = [((0, signs[0].size), list(range(len(signs))))]
     grouped: dict[tuple[int, int], list[int]] = {}
-    for i, part in enumerate(parts):
-        stretch = part.stretch()
-        if stretch is None:
-            return [(slice(0, part.size), list(range(len(parts))))]
-        grouped.setdefault((stretch.start, stretch.stop), []).append(i)
+    for i, sign in enumerate(signs):
+        if sign.ends is None:
+            return whole
+        grouped.setdefault(sign.ends, []).append(i)
     ends = sorted(grouped)
     if any(a[1] > b[0] for a, b in pairwise(ends)):
-        return [(slice(0, parts[0].size), list(range(len(parts))))]
-    return [(slice(*end), grouped[end]) for end in ends]
+        return whole
+    return [(end, grouped[end]) for end in ends]

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -28,7 +29,7 @@ class Part:
     shape: torch.Size  # of the whole parameter
     index: Tensor | None = None  # in the shape of the part; places in the flat parameter
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Numbers of the whole parameter."""
         return math.prod(self.shape)
@@ -39,14 +40,15 @@ class Part:
             return self.index
         return torch.arange(self.size, device=like.device).view(self.shape)
 
-    def stretch(self) -> slice | None:
-        """Where the part lies, if it is one stretch of the flat parameter in order."""
+    @cached_property
+    def ends(self) -> tuple[int, int] | None:
+        """Where the part begins and ends, if it is one stretch of the flat parameter in order."""
         if self.index is None:
-            return slice(0, self.size)
+            return 0, self.size
         flat = self.index.flatten()
         start = int(flat[0])
         line = torch.arange(start, start + len(flat), device=flat.device)
-        return slice(start, start + len(flat)) if torch.equal(flat, line) else None
+        return (start, start + len(flat)) if torch.equal(flat, line) else None
 
     def put(self, values: Tensor) -> Tensor:
         """(S, B, numbers of the part) -> (S, B, *shape of the parameter), 0 elsewhere."""

@@ -234,8 +234,8 @@ class Spread:
 
     def stretch(self, site: Site) -> slice | None:
         """Where the weights of a site lie in the flat vector, if in one stretch."""
-        inner, start = site.part.stretch(), self.places[site.name].start
-        return None if inner is None else slice(start + inner.start, start + inner.stop)
+        ends, start = site.part.ends, self.places[site.name].start
+        return None if ends is None else slice(start + ends[0], start + ends[1])
 
     def _rows(self, name: str, uses: list[tuple[Site, Tensor]], like: Tensor, some: slice) -> Tensor:
         """(b, C, p): the Jacobian of a parameter for some examples, summed over its uses."""
