@@ -303,6 +303,17 @@ def test_pieces_change_nothing(monkeypatch):
     torch.testing.assert_close(whole[0], r * x)
 
 
+def test_pieces_under_vmap(monkeypatch):
+    monkeypatch.setattr("bayesformer.attention.fused.PIECE", 7)
+    x = torch.randn(2, 3, 4, 5)
+    for part, expected in zip(
+        torch.vmap(lambda x: in_pieces(lambda x: (x.exp(), x.sum(-1, keepdim=True)), x))(x),
+        (x.exp(), x.sum(-1, keepdim=True)),
+        strict=True,
+    ):
+        torch.testing.assert_close(part, expected)
+
+
 @pytest.mark.parametrize("shape", [(H, 1, 1), (B, H, T, S), (H, T, S), (B, H, 1, S)])
 @pytest.mark.parametrize("hides", [(1, 1, 1, S), (1, 1, T, S), (B, 1, 1, S), (1, 1, 1, 1)])
 def test_visible_sum_equals_a_sum_over_everything(shape, hides):

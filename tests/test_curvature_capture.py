@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from bayesformer.curvature import Capture, backpropagate, together
 from bayesformer.curvature.capture import mismatches
+from bayesformer.curvature.watch import Watch
 from bayesformer.network import apply, trainable
 from tests.curvature_zoo import MODELS, build
 
@@ -432,3 +433,17 @@ def test_several_columns_keep_the_graph_until_the_last(monkeypatch):
         torch.testing.assert_close(ours, other[:1])
     with pytest.raises(RuntimeError, match="second time"):
         backpropagate(sites, outputs, columns[:1])
+
+
+def test_faster_functions_take_what_those_they_stand_in_for_take():
+    a, b = torch.randn(3, 4, 5, requires_grad=True), torch.randn(3, 5, 2, requires_grad=True)
+    for call in (
+        lambda: torch.matmul(input=a, other=b),
+        lambda: a.matmul(other=b),
+        lambda: a @ b,
+        lambda: torch.matmul(a.detach(), b.detach(), out=torch.empty(3, 4, 2)),
+        lambda: F.gelu(input=a, approximate="tanh"),
+    ):
+        with Watch([], 3, {}):
+            found = call()
+        torch.testing.assert_close(found, call())

@@ -156,6 +156,27 @@ def test_an_ignored_label_of_a_pooled_classifier_counts_nothing():
                 close(a.dense(), b.dense())
 
 
+class Turned(nn.Module):
+    """A square weight used as it is, and transposed: the two uses add up, but not position by position."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        return F.linear(torch.tanh(x @ self.weight), self.weight).mean(1)
+
+
+@pytest.mark.parametrize("kind", ["ggn", "fisher"])
+def test_a_weight_used_both_ways(kind):
+    torch.manual_seed(0)
+    model = Turned().eval()
+    data = Data(torch.randn(5, 3, 4, dtype=torch.float64), torch.randint(4, (5,)))
+    exact = (ggn if kind == "ggn" else empirical)(model, Categorical(), data)
+    found = estimate(model, Categorical(), data, "diag", kind=kind, batch_size=3)
+    close(assembled(found, 16).diagonal(), exact.diagonal())
+
+
 class Slices(nn.Module):
     """Rows of one matrix in two layers, some of them in both; a table whose padding row never moves."""
 

@@ -64,7 +64,6 @@ class Capture:
         self.others = [p for name, p in known.items() if name not in self.parameters]
         self.general = {name: "asked for" for name in general if name in self.parameters}
         self.parts = {name: (p, Part(name, p.shape)) for name, p in self.parameters.items()}
-        self.gains: dict[tuple[int, ...], bool] = {}
         self.axes: dict[Key, Axis | None] = {}
         self.probed = 0  # examples of the first look
         self.columns: int | None = None  # that will go back after each pass, if known
@@ -86,7 +85,7 @@ class Capture:
     def _watched(self, inputs: Inputs, axes: Mapping[Key, Axis | None]) -> tuple[Tensor, Watch]:
         examples = len(first_tensor(inputs))
         followed = (part for name, part in self.parts.items() if name not in self.general)
-        watch = Watch(followed, examples, axes, self.columns, self.gains)
+        watch = Watch(followed, examples, axes, self.columns)
         with torch.enable_grad(), _frozen(self.others), watch:
             outputs = apply(self.model, inputs)
         if len(outputs) != examples:

@@ -17,42 +17,22 @@ from torch import Tensor
 from bayesformer.curvature.sites import EVERY, EmbeddingSite, LinearSite, Site
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """What a family is, without the tensors of a pass: the same in all passes."""
 
     name: str
     stretch: slice  # of the flat parameter
-    numbers: list[int]
-    kind: str
-    direct: list[bool]
+    numbers: list[int]  # places of its sites among those of a pass
+    kind: str  # "linear", "embedding" or "tied" (both) if all sites see the whole stretch, or "other"
+    direct: list[bool]  # which sites see the whole stretch
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Plan):
     """Sites that see the same numbers of one parameter."""
 
-    plan: Plan
     sites: list[Site]
-
-    @property
-    def name(self) -> str:
-        """The parameter."""
-        return self.plan.name
-
-    @property
-    def stretch(self) -> slice:
-        """Of the flat parameter."""
-        return self.plan.stretch
-
-    @property
-    def numbers(self) -> list[int]:
-        """Places of the sites among those of a pass."""
-        return self.plan.numbers
-
-    @property
-    def kind(self) -> str:
-        """ "linear", "embedding" or "tied" (both) if all sites see the whole stretch, or "other"."""
-        return self.plan.kind
 
     @property
     def size(self) -> int:
@@ -90,7 +70,7 @@ class Family:
     def per_example(self, gradients: list[Tensor], examples: slice = EVERY) -> Tensor:
         """(S, B, numbers of the stretch): the sum over the sites."""
         total: Tensor | None = None
-        for site, g, direct in zip(self.sites, gradients, self.plan.direct, strict=True):
+        for site, g, direct in zip(self.sites, gradients, self.direct, strict=True):
             values = site.values(g, examples) if direct else self._whole(site, g, examples)
             total = values if total is None else total + values
         assert total is not None
@@ -116,7 +96,7 @@ def families(sites: list[Site]) -> list[Family]:
         Sign(site.name, site.part.size, site.part.ends, site.kind, isinstance(site, LinearSite) and site.turned)
         for site in sites
     )
-    return [Family(plan, [sites[i] for i in plan.numbers]) for plan in _plans(signs)]
+    return [Family(**vars(plan), sites=[sites[i] for i in plan.numbers]) for plan in _plans(signs)]
 
 
 @lru_cache(maxsize=16)  # passes differ in nothing but their tensors, most of the time

@@ -2,7 +2,7 @@
 
 `torch.vmap` sends columns back together, and for that writes out what they share once for each: attention weights,
 keys and values, the slopes of an activation. These give the gradients that autograd gives, and write out nothing.
-`FASTER` says what each stands in for.
+`FASTER` says what each stands in for; arguments have the names that torch gives them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn import functional as F
 functorch = torch._C._functorch
 
 
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """GELU whose slope is computed once."""
-    if not _wanted(x):
-        return F.gelu(x, approximate=approximate)
-    result: Tensor = _Gelu.apply(x, approximate)
+    if not _wanted(input):
+        return F.gelu(input, approximate=approximate)
+    result: Tensor = _Gelu.apply(input, approximate)
     return result
 
 
@@ -43,12 +43,12 @@ class _Gelu(torch.autograd.Function):
         return slope(by_out, x, approximate=ctx.approximate), None
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Products of matrices in pairs, one column after another: on a CPU, where each then stays in the cache."""
-    pairs = a.dim() > 2 and a.shape[:-2] == b.shape[:-2] and a.device.type == "cpu"
-    if not (pairs and _wanted(a) and _wanted(b)) or torch.is_autocast_enabled("cpu"):
-        return torch.matmul(a, b)
-    result: Tensor = _Matmul.apply(a, b)
+    pairs = input.dim() > 2 and input.shape[:-2] == other.shape[:-2] and input.device.type == "cpu"
+    if out is not None or not (pairs and _wanted(input) and _wanted(other)) or torch.is_autocast_enabled("cpu"):
+        return torch.matmul(input, other, out=out)
+    result: Tensor = _Matmul.apply(input, other)
     return result
 
 

@@ -27,7 +27,7 @@ Key = tuple[str, int]
 
 class Watch(TorchFunctionMode):
     """Follows parameters, each with its part, through one pass of `examples` examples. `axes` are batch axes known from
-    before; `columns` how many will go back, where that is known; `gains` remembers gains of normalisations."""
+    before; `columns` how many will go back, where that is known."""
 
     def __init__(
         self,
@@ -35,11 +35,9 @@ class Watch(TorchFunctionMode):
         examples: int,
         axes: Mapping[Key, Axis | None],
         columns: int | None = None,
-        gains: dict[tuple[int, ...], bool] | None = None,
     ) -> None:
         super().__init__()
         self.faster = {} if columns == 1 else FASTER
-        self.gains = {} if gains is None else gains
         # The tensors are kept with their parts: an id stays true only while its object lives.
         self.parts = {id(entry[0]): entry for entry in parameters}
         self.examples, self.known = examples, axes
@@ -112,15 +110,6 @@ class Watch(TorchFunctionMode):
         if 0 in free and shape[0] and shape[0] % self.examples == 0:
             return Axis(0, self.examples, flat=True)
         return None
-
-    def divides(self, gain: Tensor, bias: Tensor | None) -> bool:
-        """Whether what was normalised is (out - bias) / gain, or small gains would cost digits. Asked once."""
-        key = (id(gain), gain._version) + (() if bias is None else (id(bias), bias._version))
-        if key not in self.gains:
-            sizes = gain.detach().abs()
-            largest = sizes.max() if bias is None else torch.maximum(sizes.max(), bias.detach().abs().max())
-            self.gains[key] = bool(sizes.min() >= 0.05 * largest)
-        return self.gains[key]
 
     def output(self, tensor: Tensor, axis: Axis) -> Output:
         """A site's output. The edge, not the tensor: an operation in place may change the tensor afterwards."""
@@ -236,14 +225,22 @@ def _norm(watch: Watch, func: Any, out: Tensor, input: Tensor, shape: Any, *args
         return False
     output, covered = watch.output(out, axis), True
     if gain is not None:
-        if watch.divides(weight, bias):  # a tenth of the cost of normalising again
-            shifted = out.detach() - (0 if bias is None else bias.detach())
-            normalised = shifted.div_(weight.detach())
-        else:
+        normalised = _undone(out, weight, bias)
+        if normalised is None:
             with torch.no_grad():
                 normalised = func(input, shape, **options)
         covered = _element(watch, gain, output, weight, inputs=normalised)
     return covered and (shift is None or _element(watch, shift, output, bias))
+
+
+def _undone(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """(out - bias) / gain: a tenth of the cost of normalising again. None where small gains would cost digits."""
+    gain = weight.detach()
+    sizes = gain.abs()
+    largest = sizes.max() if bias is None else torch.maximum(sizes.max(), bias.detach().abs().max())
+    if sizes.min() < 0.05 * largest:
+        return None
+    return out.detach() / gain if bias is None else (out.detach() - bias.detach()).div_(gain)
 
 
 def _embedding(
