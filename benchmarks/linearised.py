@@ -28,7 +28,7 @@ def comparisons() -> Iterator[Comparison]:
     for label, vit in {"vit": work_of(digits, 64), "vit 28 x 28": large}.items():
         yield compare(f"linearised, all weights, diagonal, {label}", vit, "*", 25.0)
         # Its slopes are turned into the basis of its factors: a product more of the size of the others, a fifth of all.
-        yield compare(f"linearised, all weights, kron, {label}", vit, "kron", 30.0)
+        yield compare(f"linearised, all weights, kron, {label}", vit, "kron", 25.0)
         yield compare(f"linearised, last layer, diagonal, {label}", vit, "projection.*", 1.4)
         yield compare(f"linearised, last layer, kron, {label}", vit, "last_layer", 1.4)
     yield compare("linearised, 24 steps of 2 outputs, toy", work_of(toy, 50), "*", 160.0)
