@@ -134,6 +134,27 @@ def test_small_gains_do_not_cost_digits():
         check(model, x)
 
 
+@pytest.mark.parametrize("names", [None, ["0.bias", "1.weight"], ["0.weight", "2.weight"]])
+def test_each_norm_has_its_own_normalised_inputs(names):
+    """Over one axis or two; moments of one that is followed in part, or not at all, are not taken for another's."""
+    model = nn.Sequential(nn.LayerNorm((2, 3)), nn.RMSNorm(3, eps=1e-6), nn.LayerNorm(3)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+    run, _ = check(model, torch.randn(4, 2, 3, dtype=torch.float64), Capture(model, names))
+    assert run.general == {}
+
+
+def test_norms_in_mixed_precision():
+    model, x = nn.LayerNorm(3).eval(), torch.randn(4, 2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, sites = Capture(model)(x.bfloat16())
+    expected = F.layer_norm(x.bfloat16().float(), (3,))
+    torch.testing.assert_close(
+        next(s for s in sites if s.name == "weight").inputs.float(), expected, rtol=0.01, atol=0.01
+    )
+
+
 class Bare(nn.Module):
     """One parameter, used as `use` says."""
 

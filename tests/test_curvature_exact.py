@@ -333,7 +333,9 @@ def test_facts():
     assert found.kind == "mc"
     assert found.outputs == 2
     assert found.general == ()
-    assert found.log_likelihood == pytest.approx(likelihood.log_prob(outputs, data.targets, data.mask).sum().item())
+    fit = likelihood.log_prob(outputs, data.targets, data.mask).sum().item()
+    for kind in ("mc", "ggn", "fisher"):
+        assert estimate(model, likelihood, data, "diag", kind=kind, batch_size=2).log_likelihood == pytest.approx(fit)
     assert estimate(*build("vit"), "diag").kind == "ggn"
     assert estimate(*build("convolution"), "diag").general == ("odd",)
 

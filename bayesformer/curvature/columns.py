@@ -105,12 +105,13 @@ def diagonal(likelihood: Likelihood, outputs: Tensor) -> Tensor:
     return likelihood.hessian(outputs).diagonal(dim1=-2, dim2=-1)
 
 
-def score(likelihood: Likelihood, outputs: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
-    """The gradient of -log p(y | f) in f, each example's positions summed."""
+def score(likelihood: Likelihood, outputs: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradient of -log p(y | f) in f, each example's positions summed; and log p(y | f), (B,)."""
     with torch.enable_grad():
         f = outputs.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(-likelihood.log_prob(f, targets, mask).sum(), f)
-    return gradient
+        log_prob = likelihood.log_prob(f, targets, mask)
+        (gradient,) = torch.autograd.grad(log_prob, f, -torch.ones_like(log_prob))
+    return gradient, log_prob.detach()
 
 
 def sampled(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, samples: int, seed: int) -> Iterator[Tensor]:
@@ -122,7 +123,7 @@ def sampled(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, sample
     source = generator(seed, "fisher")
     for _ in range(samples):
         targets = draw(likelihood, outputs.detach(), source)
-        yield score(likelihood, outputs, targets, mask) / samples**0.5
+        yield score(likelihood, outputs, targets, mask)[0] / samples**0.5
 
 
 def draw(likelihood: Likelihood, outputs: Tensor, source: torch.Generator) -> Tensor:

@@ -85,12 +85,14 @@ def linear_squares(g: Tensor, a: Tensor) -> Tensor:
     """(out, in): Σ (Σ_r g_r a_rᵀ)² for g (S, B, R, out) and a (B, R, in)."""
     if a.shape[1] == 1:  # the square of an outer product is the outer product of squares
         return g.square().sum(0).squeeze(1).mT @ a.square().squeeze(1)
-    total = g.new_zeros(g.shape[-1], a.shape[-1])
-    step = max(WORK // total.numel(), 1)
+    total: Tensor | None = None
+    step = max(WORK // (g.shape[-1] * a.shape[-1]), 1)
     for column in g:
-        for start in range(0, len(a), step):
+        for start in range(0, a.shape[0], step):
             some = slice(start, start + step)
-            total += torch.bmm(column[some].mT, a[some]).square_().sum(0)
+            found = torch.bmm(column[some].mT, a[some]).square_().sum(0)
+            total = found if total is None else total.add_(found)
+    assert total is not None
     return total
 
 

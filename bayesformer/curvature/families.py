@@ -6,7 +6,6 @@ separate stretches of it (query and key rows of a packed weight) have none and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,8 +16,7 @@ from torch import Tensor
 from bayesformer.curvature.sites import EVERY, EmbeddingSite, LinearSite, Site
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What a family is, without the tensors of a pass: the same in all passes."""
 
     name: str
@@ -28,10 +26,14 @@ class Plan:
     direct: list[bool]  # which sites see the whole stretch
 
 
-@dataclass(frozen=True)
-class Family(Plan):
-    """Sites that see the same numbers of one parameter."""
+class Family(NamedTuple):
+    """Sites that see the same numbers of one parameter: a plan, and the sites it is about."""
 
+    name: str
+    stretch: slice
+    numbers: list[int]
+    kind: str
+    direct: list[bool]
     sites: list[Site]
 
     @property
@@ -69,6 +71,8 @@ class Family(Plan):
 
     def per_example(self, gradients: list[Tensor], examples: slice = EVERY) -> Tensor:
         """(S, B, numbers of the stretch): the sum over the sites."""
+        if len(self.sites) == 1 and self.direct[0]:
+            return self.sites[0].values(gradients[0], examples)
         total: Tensor | None = None
         for site, g, direct in zip(self.sites, gradients, self.direct, strict=True):
             values = site.values(g, examples) if direct else self._whole(site, g, examples)
@@ -96,7 +100,7 @@ def families(sites: list[Site]) -> list[Family]:
         Sign(site.name, site.part.size, site.part.ends, site.kind, isinstance(site, LinearSite) and site.turned)
         for site in sites
     )
-    return [Family(**vars(plan), sites=[sites[i] for i in plan.numbers]) for plan in _plans(signs)]
+    return [Family(*plan, [sites[i] for i in plan.numbers]) for plan in _plans(signs)]
 
 
 @lru_cache(maxsize=16)  # passes differ in nothing but their tensors, most of the time

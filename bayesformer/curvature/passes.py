@@ -41,6 +41,7 @@ class Look:
     sites: list[Site]
     valid: Tensor | None  # (B, T): inputs that are no padding, where that is known
     columns: Iterator[Tensor]
+    log_prob: Tensor  # (B,), of the targets
     only: bool = False
     """whether there is one column, and nothing is asked of the graph after it"""
 
@@ -108,8 +109,7 @@ class Sweep:
     def _one(self, batch: Batch, number: int, work: Callable[[Look], None]) -> float:
         look = self.look(batch, number)
         work(look)
-        log_prob = self.likelihood.log_prob(look.outputs.detach(), look.batch.targets, look.batch.mask)
-        return log_prob.double().sum().item()
+        return look.log_prob.double().sum().item()
 
     def look(self, batch: Batch, number: int = 0) -> Look:
         """One minibatch."""
@@ -121,17 +121,19 @@ class Sweep:
         valid = _padding(batch.inputs)
         if valid is None and per_token(self.likelihood, outputs) and counted is not None and counted.dim() == 2:
             valid = counted
-        found = self._columns(batch, outputs, counted, number)
-        return Look(batch, outputs, sites, valid, found, self.capture.columns == 1)
+        only = self.capture.columns == 1
+        if self.kind == "fisher":
+            column, log_prob = columns.score(self.likelihood, outputs, batch.targets, batch.mask)
+            return Look(batch, outputs, sites, valid, iter([column]), log_prob, only)
+        log_prob = self.likelihood.log_prob(outputs.detach(), batch.targets, batch.mask)
+        return Look(batch, outputs, sites, valid, self._columns(outputs, counted, number), log_prob, only)
 
-    def _columns(self, batch: Batch, outputs: Tensor, counted: Tensor | None, number: int) -> Iterator[Tensor]:
+    def _columns(self, outputs: Tensor, counted: Tensor | None, number: int) -> Iterator[Tensor]:
         if self.kind == "ggn":
             return columns.exact(self.likelihood, outputs, counted)
-        if self.kind == "mc":
-            # Draws at ignored targets must not count: the mask says so, as ignore_index cannot.
-            seed = fold(self.seed, "curvature", number)
-            return columns.sampled(self.likelihood, outputs, counted, self.samples, seed)
-        return iter([columns.score(self.likelihood, outputs, batch.targets, batch.mask)])
+        # Draws at ignored targets must not count: the mask says so, as ignore_index cannot.
+        seed = fold(self.seed, "curvature", number)
+        return columns.sampled(self.likelihood, outputs, counted, self.samples, seed)
 
 
 def per_token(likelihood: Likelihood, outputs: Tensor) -> bool:

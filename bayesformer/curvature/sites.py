@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -58,8 +58,7 @@ class Part:
         return values.view(*values.shape[:2], *self.shape)
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """Where the batch is in a tensor: an axis of its own, or the slow part of a flattened first axis."""
 
     number: int
@@ -106,8 +105,7 @@ class Site(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """A site's output: its edge in the graph, its shape, and where its batch is."""
 
     edge: GradientEdge

@@ -45,6 +45,7 @@ class Watch(TorchFunctionMode):
         self.sites: list[Site] = []
         self.uncovered: dict[str, str] = {}
         self.uses: Counter[str] = Counter()
+        self.moments: list[Tensor] = [torch.empty(0)] * 3  # of the last LayerNorm: its output, means, 1 / deviations
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,11 +59,26 @@ class Watch(TorchFunctionMode):
             with self:  # in plain functions, which are seen here again
                 return multi_head_attention_forward(*args, **kwargs)
         rule = RULES.get(func)
-        out = self.faster.get(func, func)(*args, **kwargs)
+        if func is F.layer_norm and not torch.is_autocast_enabled(args[0].device.type):
+            out = self._layer_norm(*args, **kwargs)
+        else:
+            out = self.faster.get(func, func)(*args, **kwargs)
         if not _moves(out) or (rule is not None and rule(self, func, out, *args, **kwargs)):
             return out
         self.uncovered |= {part.name: resolve_name(func) or str(func) for part in found}
         return out
+
+    def _layer_norm(
+        self,
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """What torch does there, with the moments that it does not give away."""
+        self.moments = list(torch.native_layer_norm(input, normalized_shape, weight, bias, eps))
+        return self.moments[0]
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """The parts among the arguments; written out, for every function of the pass comes through here."""
@@ -225,22 +241,12 @@ def _norm(watch: Watch, func: Any, out: Tensor, input: Tensor, shape: Any, *args
         return False
     output, covered = watch.output(out, axis), True
     if gain is not None:
-        normalised = _undone(out, weight, bias)
-        if normalised is None:
-            with torch.no_grad():
-                normalised = func(input, shape, **options)
+        known, mean, scale = watch.moments
+        with torch.no_grad():
+            again = out is not known  # RMSNorm, or mixed precision
+            normalised = func(input, shape, **options) if again else (input - mean).mul_(scale).to(out.dtype)
         covered = _element(watch, gain, output, weight, inputs=normalised)
     return covered and (shift is None or _element(watch, shift, output, bias))
-
-
-def _undone(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """(out - bias) / gain: a tenth of the cost of normalising again. None where small gains would cost digits."""
-    gain = weight.detach()
-    sizes = gain.abs()
-    largest = sizes.max() if bias is None else torch.maximum(sizes.max(), bias.detach().abs().max())
-    if sizes.min() < 0.05 * largest:
-        return None
-    return out.detach() / gain if bias is None else (out.detach() - bias.detach()).div_(gain)
 
 
 def _embedding(
