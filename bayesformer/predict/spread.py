@@ -8,18 +8,19 @@ blocks that span several parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from bayesformer.curvature.sites import EmbeddingSite, LinearSite, Site
+from bayesformer.curvature.sites import ElementSite, EmbeddingSite, LinearSite, Site
 from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank
 from bayesformer.network import Layout
 from bayesformer.weights import BlockGaussian, GaussianWeights, Weights
 
 STRIP = 128  # columns of a triangular matrix at a time: fewer multiply fewer zeros, but do it more slowly
+SHORT = 256  # numbers of a vector that is handled together with others
 CACHE = 2**19  # numbers handled at once: a Jacobian and what it is computed from should not leave the cache
 
 Uses: TypeAlias = dict[str, list[tuple[Site, Tensor]]]
@@ -103,6 +104,26 @@ def row_roots(site: Site, slopes: Tensor, block: Block, joint: bool) -> Roots:
     """Of any parameter: every row of J times a root of Σ."""
     for some in _few(slopes, block.size, joint):
         yield some, times_root(block, site.values(slopes, some).transpose(0, 1))
+
+
+def short_roots(members: list[tuple[Block, Tensor]]) -> Roots:
+    """Of short vectors (biases, gains) from their rows of J, (C, B, p) each: alike ones together, since one by one they
+    cost more in calls than in sums."""
+    alike: dict[tuple[type, int], list[tuple[Any, Tensor]]] = defaultdict(list)
+    for block, rows in members:
+        alike[type(block), 0 if isinstance(block, Diagonal) else block.size].append((block, rows))
+    for (kind, _), group in alike.items():
+        blocks, each = [block for block, _ in group], [rows for _, rows in group]
+        if kind is Diagonal:
+            root = torch.cat(each, -1) * torch.cat([block.variance for block in blocks]).sqrt_()
+            yield slice(0, root.shape[1]), root.transpose(0, 1)
+        elif kind is Dense:
+            tril = torch.stack([block.tril for block in blocks])
+            found = torch.bmm(torch.stack(each).flatten(1, 2), tril).view(-1, *each[0].shape)  # (n, C, B, p)
+            yield slice(0, found.shape[2]), found.permute(2, 1, 0, 3).flatten(2)
+        else:
+            for block, rows in group:
+                yield slice(0, rows.shape[1]), times_root(block, rows.transpose(0, 1))
 
 
 def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) -> Roots:
@@ -202,27 +223,30 @@ class Spread:
         found = {name for piece in self.pieces for name in piece.names} | set(self.factor)
         return tuple(name for name in self.places if name in found)
 
-    def roots(
-        self, sites: Sequence[Site], slopes: Sequence[Tensor], skip: Container[int] = (), joint: bool = False
-    ) -> Roots:
+    def roots(self, sites: Sequence[Site], slopes: Sequence[Tensor], joint: bool = False) -> Roots:
         """Roots of all pieces one after another; `slopes` from backpropagation.
 
-        Pieces whose number is in `skip` are left out; with `joint` all examples come at once, and their roots are
-        those of one covariance over all of them.
+        With `joint` all examples come at once, and their roots are those of one covariance over all of them.
         """
         uses: Uses = defaultdict(list)
         for site, slope in zip(sites, slopes, strict=True):
             uses[site.name].append((site, slope))
-        for number, piece in enumerate(self.pieces):
-            used = [] if number in skip else [use for name in piece.names for use in uses[name]]
+        short: list[tuple[Block, Tensor]] = []
+        for piece in self.pieces:
+            used = [use for name in piece.names for use in uses[name]]
             if not used:
                 continue  # a parameter that this pass did not use has a Jacobian of 0
-            if len(used) == 1 and self.stretch(used[0][0]) == piece.stretch is not None:
-                yield from site_roots(*used[0], piece.block, joint)
+            (site, slope), alone = used[0], len(used) == 1
+            if alone and self.stretch(site) == piece.stretch is not None:
+                if isinstance(site, ElementSite) and piece.block.size <= SHORT and not joint:
+                    short.append((piece.block, site.values(slope)))
+                else:
+                    yield from site_roots(site, slope, piece.block, joint)
                 continue
-            for some in _few(used[0][1], piece.block.size, joint):
-                rows = torch.cat([self._rows(name, uses[name], used[0][1], some) for name in piece.names], -1)
+            for some in _few(slope, piece.block.size, joint):
+                rows = torch.cat([self._rows(name, uses[name], slope, some) for name in piece.names], -1)
                 yield some, times_root(piece.block, rows[..., _on(piece.columns, rows)])
+        yield from short_roots(short)
         yield from self._factor_roots(uses, joint)
 
     def _factor_roots(self, uses: Uses, joint: bool) -> Roots:
