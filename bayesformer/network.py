@@ -184,7 +184,7 @@ class FlatModel:
 
     def load_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Set buffers that were saved."""
-        own = self.buffers
+        own = self.buffers if buffers else {}  # to list them takes a walk through all modules
         for name, value in buffers.items():
             own[name].copy_(value)
 

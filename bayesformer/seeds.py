@@ -28,5 +28,13 @@ def generator(seed: int, *names: int | str) -> torch.Generator:
 def stream(seed: int, *names: int | str) -> Iterator[None]:
     """The global random stream set to the named one, and restored afterwards."""
     with torch.random.fork_rng():
-        torch.manual_seed(fold(seed, *names))
+        seed_torch(fold(seed, *names))
         yield
+
+
+def seed_torch(seed: int) -> None:
+    """What torch.manual_seed does. That also leaves word for accelerators that are not there, most of a millisecond."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)

@@ -26,7 +26,7 @@ from bayesformer.inference.schedules import Schedule
 from bayesformer.likelihoods import Likelihood
 from bayesformer.network import FlatModel, batched_outputs
 from bayesformer.progress import Reporter, Silent
-from bayesformer.seeds import fold, generator
+from bayesformer.seeds import fold, generator, seed_torch
 from bayesformer.storage import read_facts, read_tensors, write_tensors
 from bayesformer.types import Params, Transform
 from bayesformer.version import __version__
@@ -236,7 +236,7 @@ def _epoch(run: _Run, job: Job) -> None:
     orders = [torch.randperm(len(data), generator=generator(job.seed, m, run.epoch, "order")) for m in job.members]
     order = orders[0] if run.best_theta.dim() == 1 else torch.stack(orders)
     order = order.to(run.best_theta.device)
-    torch.manual_seed(fold(job.seed, job.members[0], run.epoch, "noise"))
+    seed_torch(fold(job.seed, job.members[0], run.epoch, "noise"))
     job.model.module.train()
     values: list[Tensor] = []
     before = run.epoch * steps_per_epoch(len(data), size)

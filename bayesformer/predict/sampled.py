@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -45,6 +45,7 @@ class PredictTask:
     noisy: bool = False
     seed: int = 0
     attention: bool = False
+    _loaded: int | None = field(default=None, init=False)  # the row that the model holds
 
     def single(self, member: int, reporter: Reporter) -> Params:  # noqa: ARG002
         """Outputs of one draw, (N, ...)."""
@@ -149,6 +150,9 @@ class PredictTask:
 
     def _load(self, member: int) -> None:
         row = 0 if self.noisy else member
+        if row == self._loaded:
+            return  # noise has one row only; looking through all modules again would cost a part of a pass
+        self._loaded = row
         self.model.load(self.theta[row])
         self.model.load_buffers({name: value[row] for name, value in self.buffers.items()})
         if self.noisy:
