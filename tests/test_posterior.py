@@ -153,3 +153,25 @@ def test_gaussian_posteriors_are_saved_and_repeatable(kind, tmp_path):
     assert torch.equal(loaded.outputs(x).values, first)
     assert torch.equal(posterior.outputs(x, 3, strategy="looped").values, first[:3])
     assert not torch.equal(posterior.outputs(x, seed=1).values, first)
+
+
+class Drifting(nn.Module):
+    """Every pass in training mode moves its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("shift", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.shift += 1
+        return self.layer(x) + self.shift
+
+
+def test_a_draw_starts_from_the_saved_buffers_whatever_the_draw_before_did():
+    model, x = Drifting(), torch.randn(4, 3)
+    theta = torch.cat([p.detach().flatten() for p in model.parameters()])
+    weights = Samples(theta[None], {"shift": torch.zeros(1)})
+    found = bf.Posterior(model, bf.Categorical(), weights, noisy_draws=3).outputs(x, strategy="looped", batch_size=4)
+    torch.testing.assert_close(found.values, (model.layer(x) + 1).detach().expand(3, -1, -1))

@@ -6,6 +6,7 @@ separate stretches of it (query and key rows of a packed weight) have none and a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,25 +17,15 @@ from torch import Tensor
 from bayesformer.curvature.sites import EVERY, EmbeddingSite, LinearSite, Site
 
 
-class Plan(NamedTuple):
-    """What a family is, without the tensors of a pass: the same in all passes."""
+class Family(NamedTuple):
+    """Sites that see the same numbers of one parameter."""
 
     name: str
     stretch: slice  # of the flat parameter
     numbers: list[int]  # places of its sites among those of a pass
     kind: str  # "linear", "embedding" or "tied" (both) if all sites see the whole stretch, or "other"
     direct: list[bool]  # which sites see the whole stretch
-
-
-class Family(NamedTuple):
-    """Sites that see the same numbers of one parameter: a plan, and the sites it is about."""
-
-    name: str
-    stretch: slice
-    numbers: list[int]
-    kind: str
-    direct: list[bool]
-    sites: list[Site]
+    sites: Sequence[Site] = ()  # the rest is the same in all passes
 
     @property
     def size(self) -> int:
@@ -71,8 +62,6 @@ class Family(NamedTuple):
 
     def per_example(self, gradients: list[Tensor], examples: slice = EVERY) -> Tensor:
         """(S, B, numbers of the stretch): the sum over the sites."""
-        if len(self.sites) == 1 and self.direct[0]:
-            return self.sites[0].values(gradients[0], examples)
         total: Tensor | None = None
         for site, g, direct in zip(self.sites, gradients, self.direct, strict=True):
             values = site.values(g, examples) if direct else self._whole(site, g, examples)
@@ -100,11 +89,11 @@ def families(sites: list[Site]) -> list[Family]:
         Sign(site.name, site.part.size, site.part.ends, site.kind, isinstance(site, LinearSite) and site.turned)
         for site in sites
     )
-    return [Family(*plan, [sites[i] for i in plan.numbers]) for plan in _plans(signs)]
+    return [family._replace(sites=[sites[i] for i in family.numbers]) for family in _without_sites(signs)]
 
 
 @lru_cache(maxsize=16)  # passes differ in nothing but their tensors, most of the time
-def _plans(signs: tuple[Sign, ...]) -> list[Plan]:
+def _without_sites(signs: tuple[Sign, ...]) -> list[Family]:
     names: dict[str, list[int]] = {}
     for i, sign in enumerate(signs):
         names.setdefault(sign.name, []).append(i)
@@ -113,7 +102,7 @@ def _plans(signs: tuple[Sign, ...]) -> list[Plan]:
         for ends, members in _stretches([signs[i] for i in numbers]):
             chosen = [numbers[m] for m in members]
             direct = [signs[i].ends == ends for i in chosen]
-            found.append(Plan(name, slice(*ends), chosen, _kind([signs[i] for i in chosen], direct), direct))
+            found.append(Family(name, slice(*ends), chosen, _kind([signs[i] for i in chosen], direct), direct))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ class Watch(TorchFunctionMode):
         columns: int | None = None,
     ) -> None:
         super().__init__()
-        self.faster = {} if columns == 1 else FASTER
+        self.moments: list[Tensor] = []  # of the last LayerNorm: its output, means, 1 / deviations
+        self.faster: dict[Any, Callable[..., Any]] = {F.layer_norm: partial(_layer_norm, self.moments)}
+        if columns != 1:
+            self.faster |= FASTER
         # The tensors are kept with their parts: an id stays true only while its object lives.
         self.parts = {id(entry[0]): entry for entry in parameters}
         self.examples, self.known = examples, axes
@@ -45,7 +49,6 @@ class Watch(TorchFunctionMode):
         self.sites: list[Site] = []
         self.uncovered: dict[str, str] = {}
         self.uses: Counter[str] = Counter()
-        self.moments: list[Tensor] = [torch.empty(0)] * 3  # of the last LayerNorm: its output, means, 1 / deviations
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -59,26 +62,11 @@ class Watch(TorchFunctionMode):
             with self:  # in plain functions, which are seen here again
                 return multi_head_attention_forward(*args, **kwargs)
         rule = RULES.get(func)
-        if func is F.layer_norm and not torch.is_autocast_enabled(args[0].device.type):
-            out = self._layer_norm(*args, **kwargs)
-        else:
-            out = self.faster.get(func, func)(*args, **kwargs)
+        out = self.faster.get(func, func)(*args, **kwargs)
         if not _moves(out) or (rule is not None and rule(self, func, out, *args, **kwargs)):
             return out
         self.uncovered |= {part.name: resolve_name(func) or str(func) for part in found}
         return out
-
-    def _layer_norm(
-        self,
-        input: Tensor,
-        normalized_shape: Any,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        """What torch does there, with the moments that it does not give away."""
-        self.moments = list(torch.native_layer_norm(input, normalized_shape, weight, bias, eps))
-        return self.moments[0]
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """The parts among the arguments; written out, for every function of the pass comes through here."""
@@ -230,6 +218,21 @@ def _multiply(watch: Watch, _: Any, out: Tensor, left: Any, right: Any) -> bool:
     return _element(watch, part, watch.output(out, axis), p, inputs=x)
 
 
+def _layer_norm(
+    moments: list[Tensor],
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """What torch does there, with the moments that it does not give away."""
+    if torch.is_autocast_enabled(input.device.type):
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    moments[:] = torch.native_layer_norm(input, normalized_shape, weight, bias, eps)
+    return moments[0]
+
+
 def _norm(watch: Watch, func: Any, out: Tensor, input: Tensor, shape: Any, *args: Any, **kwargs: Any) -> bool:
     """LayerNorm and RMSNorm: a gain on what is normalised already, and a bias."""
     names = ["weight", "bias", "eps"] if func is F.layer_norm else ["weight", "eps"]
@@ -241,10 +244,11 @@ def _norm(watch: Watch, func: Any, out: Tensor, input: Tensor, shape: Any, *args
         return False
     output, covered = watch.output(out, axis), True
     if gain is not None:
-        known, mean, scale = watch.moments
         with torch.no_grad():
-            again = out is not known  # RMSNorm, or mixed precision
-            normalised = func(input, shape, **options) if again else (input - mean).mul_(scale).to(out.dtype)
+            if watch.moments and out is watch.moments[0]:
+                normalised = (input - watch.moments[1]).mul_(watch.moments[2]).to(out.dtype)
+            else:  # RMSNorm, or mixed precision
+                normalised = func(input, shape, **options)
         covered = _element(watch, gain, output, weight, inputs=normalised)
     return covered and (shift is None or _element(watch, shift, output, bias))
 

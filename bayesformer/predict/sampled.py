@@ -150,15 +150,15 @@ class PredictTask:
 
     def _load(self, member: int) -> None:
         row = 0 if self.noisy else member
-        if row == self._loaded:
+        if row == self._loaded and not self.buffers:  # a pass may have changed those
             return  # noise has one row only; looking through all modules again would cost a part of a pass
-        self._loaded = row
         self.model.load(self.theta[row])
         self.model.load_buffers({name: value[row] for name, value in self.buffers.items()})
         if self.noisy:
             stochastic_mode(self.model.module)
         else:
             self.model.module.eval()
+        self._loaded = row
 
 
 def sampled_outputs(

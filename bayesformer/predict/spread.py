@@ -27,6 +27,8 @@ Uses: TypeAlias = dict[str, list[tuple[Site, Tensor]]]
 """The sites of each parameter in a pass, with the slopes there."""
 
 
+SIMPLE = Diagonal | Dense
+
 Roots: TypeAlias = Iterator[tuple[slice, Tensor]]
 """Some examples, and J times a root of Σ for them, (b, C, q): the Gram matrices of these are J Σ Jᵀ."""
 
@@ -106,7 +108,7 @@ def row_roots(site: Site, slopes: Tensor, block: Block, joint: bool) -> Roots:
         yield some, times_root(block, site.values(slopes, some).transpose(0, 1))
 
 
-def short_roots(members: list[tuple[Block, Tensor]]) -> Roots:
+def short_roots(members: list[tuple[SIMPLE, Tensor]]) -> Roots:
     """Of short vectors (biases, gains) from their rows of J, (C, B, p) each: alike ones together, since one by one they
     cost more in calls than in sums."""
     alike: dict[tuple[type, int], list[tuple[Any, Tensor]]] = defaultdict(list)
@@ -117,13 +119,10 @@ def short_roots(members: list[tuple[Block, Tensor]]) -> Roots:
         if kind is Diagonal:
             root = torch.cat(each, -1) * torch.cat([block.variance for block in blocks]).sqrt_()
             yield slice(0, root.shape[1]), root.transpose(0, 1)
-        elif kind is Dense:
+        else:
             tril = torch.stack([block.tril for block in blocks])
             found = torch.bmm(torch.stack(each).flatten(1, 2), tril).view(-1, *each[0].shape)  # (n, C, B, p)
             yield slice(0, found.shape[2]), found.permute(2, 1, 0, 3).flatten(2)
-        else:
-            for block, rows in group:
-                yield slice(0, rows.shape[1]), times_root(block, rows.transpose(0, 1))
 
 
 def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) -> Roots:
@@ -231,21 +230,20 @@ class Spread:
         uses: Uses = defaultdict(list)
         for site, slope in zip(sites, slopes, strict=True):
             uses[site.name].append((site, slope))
-        short: list[tuple[Block, Tensor]] = []
+        short: list[tuple[SIMPLE, Tensor]] = []
         for piece in self.pieces:
             used = [use for name in piece.names for use in uses[name]]
             if not used:
                 continue  # a parameter that this pass did not use has a Jacobian of 0
-            (site, slope), alone = used[0], len(used) == 1
-            if alone and self.stretch(site) == piece.stretch is not None:
-                if isinstance(site, ElementSite) and piece.block.size <= SHORT and not joint:
-                    short.append((piece.block, site.values(slope)))
-                else:
-                    yield from site_roots(site, slope, piece.block, joint)
-                continue
-            for some in _few(slope, piece.block.size, joint):
-                rows = torch.cat([self._rows(name, uses[name], slope, some) for name in piece.names], -1)
-                yield some, times_root(piece.block, rows[..., _on(piece.columns, rows)])
+            (site, slope), block = used[0], piece.block
+            if len(used) > 1 or piece.stretch is None or self.stretch(site) != piece.stretch:
+                for some in _few(slope, block.size, joint):
+                    rows = torch.cat([self._rows(name, uses[name], slope, some) for name in piece.names], -1)
+                    yield some, times_root(block, rows[..., _on(piece.columns, rows)])
+            elif not joint and isinstance(site, ElementSite) and isinstance(block, SIMPLE) and block.size <= SHORT:
+                short.append((block, site.values(slope)))
+            else:
+                yield from site_roots(site, slope, block, joint)
         yield from short_roots(short)
         yield from self._factor_roots(uses, joint)
 
