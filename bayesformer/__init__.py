@@ -9,12 +9,14 @@ and a target give a score (`bayesformer.evaluate`).
 """
 
 from bayesformer import attention
+from bayesformer.core.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.dataset import Data
-from bayesformer.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.fitting import fit
+from bayesformer.laplace.method import laplace
+from bayesformer.laplace.update import laplace_update
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesformer.memory import keep_freed
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
 from bayesformer.methods import (
     Attention,
     Baoab,
@@ -35,16 +37,11 @@ from bayesformer.methods import (
     Swag,
     Vi,
 )
-from bayesformer.methods.laplace import laplace
-from bayesformer.methods.laplace_online import laplace_update
 from bayesformer.network import log_joint
 from bayesformer.posterior import Posterior
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
-from bayesformer.priors import Prior
-from bayesformer.train import Training
+from bayesformer.priors.prior import Prior
+from bayesformer.train.loop import Training
 from bayesformer.version import __version__
-
-keep_freed()
 
 __all__ = [
     "Attention",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bayesformer.errors import DamagedFileError, unknown_name
+from bayesformer.core.errors import DamagedFileError, unknown_name
 from bayesformer.version import __version__
 
 EPILOG = """\
@@ -248,9 +248,9 @@ def list_(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from bayesformer.bench.tasks import TASKS, describe
+    from bayesformer.core.settings import explain, summary
     from bayesformer.methods import METHODS
-    from bayesformer.settings import explain, summary
-    from bayesformer.train import Training
+    from bayesformer.train.loop import Training
 
     console = Console()
     for title, rows in {
@@ -366,7 +366,7 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
 
     from bayesformer.bench.runner import Options, load_results, run
     from bayesformer.bench.tables import print_tables
-    from bayesformer.progress import bars
+    from bayesformer.core.progress import bars
 
     if workers < 1:
         raise ValueError(f"--workers must be at least 1; got {workers}.")
@@ -407,7 +407,7 @@ def _read_config(path: Path | None) -> dict[str, Any]:
 
 def _merge(config: dict[str, Any], assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Groups of settings from a file, then those of --set on top."""
-    from bayesformer.settings import parse_assignment
+    from bayesformer.core.settings import parse_assignment
 
     for name, value in config.items():
         if not isinstance(value, dict):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from bayesformer.types import Batch, Inputs
+from bayesformer.core.types import Batch, Inputs
 
 LABEL_KEYS = ("labels", "targets")
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bayesformer.errors import unknown_name
-from bayesformer.progress import Queued, Reporter, Silent
-from bayesformer.types import Params
+from bayesformer.core.errors import unknown_name
+from bayesformer.core.progress import Queued, Reporter, Silent
+from bayesformer.core.types import Params
 
 Strategy: TypeAlias = Literal["auto", "looped", "batched", "processes"]
 STRATEGIES = ("auto", "looped", "batched", "processes")

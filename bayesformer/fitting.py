@@ -6,14 +6,14 @@ from pathlib import Path
 
 from torch import nn
 
+from bayesformer.core.progress import bars
+from bayesformer.core.types import ModelFactory
 from bayesformer.dataset import DataLike, as_data
 from bayesformer.engine import Strategy
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.methods import Method, Mle, Problem, build_method
 from bayesformer.posterior import Posterior
-from bayesformer.progress import bars
-from bayesformer.train import Training
-from bayesformer.types import ModelFactory
+from bayesformer.train.loop import Training
 
 
 def fit(

@@ -21,12 +21,12 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
+from bayesformer.core.types import Batch, Inputs, LogJoint, Params
+from bayesformer.core.vectors import THETA, pieces
 from bayesformer.dataset import map_inputs
-from bayesformer.distributions import Distribution, write_score
-from bayesformer.functional import THETA, pieces
 from bayesformer.likelihoods import Likelihood
-from bayesformer.priors import Prior
-from bayesformer.types import Batch, Inputs, LogJoint, Params
+from bayesformer.priors.distributions import Distribution, write_score
+from bayesformer.priors.prior import Prior
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,23 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from bayesformer import likelihoods, links
+from bayesformer import likelihoods
 from bayesformer.attention import AttentionMap, MapRecorder, families
+from bayesformer.core.errors import DamagedFileError, unknown_name
+from bayesformer.core.progress import Reporter, Silent
+from bayesformer.core.storage import checksum, read_json, read_tensors, write_json, write_tensors
+from bayesformer.core.types import Draws, Inputs, Outputs, Params
 from bayesformer.dataset import check_inputs, first_tensor, map_inputs
 from bayesformer.dropout import dropout_sites
 from bayesformer.engine import Strategy
-from bayesformer.errors import DamagedFileError, unknown_name
-from bayesformer.likelihoods import Likelihood
-from bayesformer.links import Link
+from bayesformer.laws.weights import Samples, Weights, from_tensors
+from bayesformer.likelihoods import Likelihood, links
+from bayesformer.likelihoods.links import Link
+from bayesformer.likelihoods.predictive import Predictive
 from bayesformer.network import FlatModel, Layout, device_of
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import PredictTask, sampled_outputs
-from bayesformer.predictive import Predictive
-from bayesformer.progress import Reporter, Silent
-from bayesformer.storage import checksum, read_json, read_tensors, write_json, write_tensors
-from bayesformer.types import Draws, Inputs, Outputs, Params
 from bayesformer.version import __version__
-from bayesformer.weights import Samples, Weights, from_tensors
 
 Way: TypeAlias = Literal["sampled", "linearised", "streamlined"]
 """From weights to outputs: a forward pass per draw of the weights; the network made linear in its weights, whose
@@ -200,7 +200,7 @@ class Posterior:
         """The predictive distribution; further options as for `outputs`.
 
         With "sampled", `draws` counts draws of the weights. Otherwise outputs are Gaussian, `link` says how they
-        become probabilities (see `bayesformer.links`), and `draws` counts draws of the outputs where that takes
+        become probabilities (see `likelihoods.links`), and `draws` counts draws of the outputs where that takes
         draws: they cost no forward pass.
         """
         way = self.predictive if predictive is None else predictive

@@ -29,11 +29,11 @@ from bayesformer.attention import (
     install,
 )
 from bayesformer.bench.tasks import TASKS
+from bayesformer.core.types import Batch, Draw, Inputs
+from bayesformer.laws.weights import Samples
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.network import FlatModel, apply
 from bayesformer.posterior import Posterior
-from bayesformer.types import Batch, Draw, Inputs
-from bayesformer.weights import Samples
 from benchmarks.harness import Comparison
 from benchmarks.workloads import Workload, large_images, large_vit, minilm, of_task
 

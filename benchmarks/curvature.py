@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from bayesformer.attention import Linear
 from bayesformer.bench.tasks import TASKS
-from bayesformer.curvature import estimate
+from bayesformer.core.types import Batch
 from bayesformer.dataset import Data
+from bayesformer.laplace import estimate
 from bayesformer.likelihoods import Categorical, Gaussian, Likelihood
 from bayesformer.models.transformer import Regressor
-from bayesformer.types import Batch
 from benchmarks.harness import Comparison
 from benchmarks.laplace_peers import Problem, fits
 from benchmarks.workloads import large_images, large_vit

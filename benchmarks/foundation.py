@@ -15,11 +15,11 @@ from torch import nn
 from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.dataset import Data
 from bayesformer.inference import optimise
+from bayesformer.laws.weights import Samples
 from bayesformer.methods import Ensemble, Mle, Problem
 from bayesformer.network import FlatLogJoint, FlatModel, Layout
 from bayesformer.posterior import TENSORS, Posterior
-from bayesformer.train import Job, Training, train
-from bayesformer.weights import Samples
+from bayesformer.train.loop import Job, Training, train
 from benchmarks.harness import Comparison
 
 STEPS = {"toy": "toy/m1", "vit": "digits"}

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
+from bayesformer.core.types import Inputs
 from bayesformer.dataset import Data
+from bayesformer.laplace.method import laplace
+from bayesformer.laws.weights import BlockGaussian, GaussianWeights
 from bayesformer.likelihoods import Categorical, Likelihood
-from bayesformer.methods.laplace import laplace
 from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
-from bayesformer.types import Inputs
-from bayesformer.weights import BlockGaussian, GaussianWeights
 from benchmarks.harness import Comparison
 from benchmarks.laplace_peers import Problem, predictions
 from benchmarks.workloads import large_images, large_vit

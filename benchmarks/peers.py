@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from bayesformer.core.types import Batch
 from bayesformer.network import select_output, split_inputs
-from bayesformer.types import Batch
 from benchmarks.workloads import Workload
 
 Steps = Callable[[], None]

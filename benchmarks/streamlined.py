@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS
+from bayesformer.core.types import Inputs
+from bayesformer.laws.weights import GaussianWeights
 from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
 from bayesformer.predict.streamlined import Streamlined, streamlined_outputs
-from bayesformer.types import Inputs
-from bayesformer.weights import GaussianWeights
 from benchmarks.harness import Comparison
 
 

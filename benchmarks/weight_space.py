@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
+from bayesformer.core.types import LogJoint, Transform
+from bayesformer.core.vectors import THETA
 from bayesformer.engine import Strategy
-from bayesformer.functional import THETA
 from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag
 from bayesformer.layers import convert
 from bayesformer.methods import Problem, Sghmc
 from bayesformer.methods.layers import Penalty
-from bayesformer.methods.members import build_optimiser
 from bayesformer.network import FlatLogJoint, FlatModel, apply
-from bayesformer.priors import as_prior
-from bayesformer.train import Training
-from bayesformer.types import LogJoint, Transform
+from bayesformer.priors.prior import as_prior
+from bayesformer.train.loop import Training
+from bayesformer.train.members import build_optimiser
 from benchmarks.harness import Comparison
 from benchmarks.peers import peers
 from benchmarks.workloads import Workload, minilm, of_task

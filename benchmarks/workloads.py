@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS
+from bayesformer.core.types import Batch
 from bayesformer.dataset import Data
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models import VisionTransformer
-from bayesformer.types import Batch
 
 
 @dataclass(frozen=True)

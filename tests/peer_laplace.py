@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import bayesformer as bf
+from bayesformer.laplace import estimate as curvature_of
 from bayesformer.network import apply
 from tests.curvature_zoo import assembled
 
@@ -112,7 +113,7 @@ def operator(name, model, kind, data, **options):
 
 def ours(model, likelihood, data, structure, **options):
     """Our curvature as a matrix."""
-    found = bf.curvature.estimate(model, likelihood, data, structure, **options)
+    found = curvature_of(model, likelihood, data, structure, **options)
     return assembled(found, sum(p.numel() for p in model.parameters() if p.requires_grad))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from bayesformer.attention import Attention, Linear, Softmax, masked_softmax
 from bayesformer.attention.core import Dropout
-from bayesformer.types import Draw
+from bayesformer.core.types import Draw
 from tests.laws import assert_law, assert_mean
 
 B, H, T, S, D = 3, 2, 5, 6, 8

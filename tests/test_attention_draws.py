@@ -9,12 +9,12 @@ import torch
 import bayesformer as bf
 from bayesformer.attention import Softmax, Weibull, attention_kl, attention_mode
 from bayesformer.attention.noise import MANY, log_uniform, normal, streams
+from bayesformer.laws.weights import Samples
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.network import FlatModel
 from bayesformer.posterior import Posterior
 from bayesformer.predict import sampled
-from bayesformer.weights import Samples
 from tests.attention_zoo import STOCHASTIC
 
 

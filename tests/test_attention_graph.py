@@ -7,10 +7,10 @@ import bayesformer as bf
 from bayesformer.attention import Edges, Gaussian, GraphAttention, Learned, RowNetwork, attention_mode, noise
 from bayesformer.attention.edges import Rows
 from bayesformer.attention.noise import normal
-from bayesformer.attention.scores import Gat
-from bayesformer.data.graphs import Graph, compressed_rows
+from bayesformer.attention.score_functions import Gat
+from bayesformer.core.types import Draw
+from bayesformer.datasets.graphs import Graph, compressed_rows
 from bayesformer.models import GraphAttentionNetwork
-from bayesformer.types import Draw
 from tests.attention_zoo import FAMILIES, STOCHASTIC, B, H, d
 
 N = 6

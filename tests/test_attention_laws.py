@@ -23,8 +23,8 @@ from bayesformer.attention import (
 )
 from bayesformer.attention.dirichlet import drawn, drawn_plainly
 from bayesformer.attention.edges import Edges
-from bayesformer.attention.fused import exponential_, in_pieces, known, noisy_softmax, visible_sum
 from bayesformer.attention.noise import MANY, uniform_
+from bayesformer.attention.rows import exponential_, in_pieces, known, noisy_softmax, visible_sum
 from bayesformer.attention.spread import inverse_softplus, row_features
 from tests.attention_zoo import STOCHASTIC, B, H, S, T, d
 from tests.laws import assert_law, assert_mean
@@ -265,7 +265,7 @@ def assert_twins(sampler, logits, rows, a0, hidden):
 @pytest.mark.parametrize("hidden", [None, ~CAUSAL], ids=["all", "causal"])
 @pytest.mark.parametrize("a0", [None, 0.3, 4.0])
 def test_dirichlet_in_one_step_equals_its_slow_twin(sampler, rows, hidden, a0, monkeypatch):
-    monkeypatch.setattr("bayesformer.attention.fused.PIECE", 7)
+    monkeypatch.setattr("bayesformer.attention.rows.PIECE", 7)
     assert_twins(sampler, torch.randn(B, H, T, S).double(), rows, a0, hidden)
 
 
@@ -297,14 +297,14 @@ def test_known_sums_slopes_to_the_shape_of_each_input():
 def test_pieces_change_nothing(monkeypatch):
     x, r = torch.randn(2, 3, 4, 5), torch.rand(3, 1, 1)
     whole = in_pieces(lambda x, r: (r * x, x.sum(-1, keepdim=True)), x, r)
-    monkeypatch.setattr("bayesformer.attention.fused.PIECE", 7)
+    monkeypatch.setattr("bayesformer.attention.rows.PIECE", 7)
     for part, expected in zip(in_pieces(lambda x, r: (r * x, x.sum(-1, keepdim=True)), x, r), whole, strict=True):
         assert torch.equal(part, expected)
     torch.testing.assert_close(whole[0], r * x)
 
 
 def test_pieces_under_vmap(monkeypatch):
-    monkeypatch.setattr("bayesformer.attention.fused.PIECE", 7)
+    monkeypatch.setattr("bayesformer.attention.rows.PIECE", 7)
     x = torch.randn(2, 3, 4, 5)
     for part, expected in zip(
         torch.vmap(lambda x: in_pieces(lambda x: (x.exp(), x.sum(-1, keepdim=True)), x))(x),

@@ -12,14 +12,14 @@ import bayesformer as bf
 from bayesformer import evaluate
 from bayesformer.attention import FAMILIES, Attention, Softmax, Weibull, build_family, families, install
 from bayesformer.bench.tasks import TASKS
-from bayesformer.errors import OracleBeatenError
-from bayesformer.functional import THETA
+from bayesformer.core.errors import OracleBeatenError
+from bayesformer.core.types import Batch
+from bayesformer.core.vectors import THETA
 from bayesformer.methods import METHODS, Problem, build_method, wrap
 from bayesformer.methods.attention import STEPS, Cost
 from bayesformer.models.transformer import Encoder, Regressor
 from bayesformer.network import FlatLogJoint, FlatModel, reinitialise
-from bayesformer.train import Training
-from bayesformer.types import Batch
+from bayesformer.train.loop import Training
 from tests.test_attention_contract import Leaky
 
 

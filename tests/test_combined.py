@@ -8,17 +8,17 @@ import torch
 import bayesformer as bf
 from bayesformer.attention import attention_kl, attention_mode, families, install
 from bayesformer.bench.tasks import TASKS
+from bayesformer.core.seeds import stream
+from bayesformer.core.types import Batch
+from bayesformer.core.vectors import THETA
 from bayesformer.dataset import Data
-from bayesformer.functional import THETA
+from bayesformer.laws.weights import Samples
 from bayesformer.methods import Problem, wrap
 from bayesformer.methods.combined import WEIGHTS, Combined
-from bayesformer.methods.members import task_of
 from bayesformer.models.transformer import Encoder, Regressor
 from bayesformer.posterior import Posterior
-from bayesformer.seeds import stream
-from bayesformer.train import Training
-from bayesformer.types import Batch
-from bayesformer.weights import Samples
+from bayesformer.train.loop import Training
+from bayesformer.train.members import task_of
 
 FEW = {"sghmc": {"draws": 3}, "baoab": {"draws": 3}, "swag": {"rank": 2}, "ensemble": {"members": 2}}
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.curvature import Capture, backpropagate, together
-from bayesformer.curvature.capture import mismatches
-from bayesformer.curvature.watch import Watch
+from bayesformer.jacobians import together
+from bayesformer.jacobians.capture import Capture, backpropagate, mismatches
+from bayesformer.jacobians.watch import Watch
 from bayesformer.network import apply, trainable
 from tests.curvature_zoo import MODELS, build
 
@@ -224,7 +224,7 @@ def test_the_slow_way_equals_the_fast_one():
 
 def test_a_site_that_is_missed_is_found_by_the_first_look(monkeypatch):
     """A rule that overlooks a use, or mistakes the batch axis, must not pass."""
-    from bayesformer.curvature import watch
+    from bayesformer.jacobians import watch
 
     model, _, data = build("layer")
     monkeypatch.setitem(watch.RULES, F.layer_norm, lambda *_, **__: True)
@@ -447,7 +447,7 @@ def test_several_columns_keep_the_graph_until_the_last(monkeypatch):
     x, columns = torch.randn(5, 3).double(), torch.randn(2, 5, 2).double()
     outputs, sites = run(x)
     expected = backpropagate(sites, outputs, columns)
-    monkeypatch.setattr("bayesformer.curvature.sites._together", lambda *_: (_ for _ in ()).throw(RuntimeError))
+    monkeypatch.setattr("bayesformer.jacobians.sites._together", lambda *_: (_ for _ in ()).throw(RuntimeError))
     for ours, other in zip(backpropagate(sites, outputs, columns, keep=False), expected, strict=True):
         torch.testing.assert_close(ours, other)
     for ours, other in zip(backpropagate(sites, outputs, columns[:1], keep=False), expected, strict=True):

@@ -1,13 +1,17 @@
 """Every exact structure against the definition, on every kind of model."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.curvature import columns, estimate, low_rank
-from bayesformer.curvature.dense import largest_variance
 from bayesformer.dataset import Data
+from bayesformer.jacobians import columns
+from bayesformer.laplace import estimate
+from bayesformer.laplace import low_rank_curvature as low_rank
+from bayesformer.laplace.dense_curvature import largest_variance
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesformer.network import Layout, apply
 from tests.curvature_zoo import MODELS, POOLED, assembled, build, empirical, ggn
@@ -136,7 +140,7 @@ def test_last_layer_in_closed_form_equals_the_general_way(name):
 def test_last_layer_runs_no_backward_pass(monkeypatch):
     model, likelihood, data = build("vit")
     estimate(model, likelihood, data, "diag", names="last_layer")
-    monkeypatch.setattr("bayesformer.curvature.passes.backpropagate", None)
+    monkeypatch.setattr(sys.modules["bayesformer.laplace.passes"], "backpropagate", None)
     for structure in ("diag", "kron", "full"):
         estimate(model, likelihood, data, structure, names="last_layer")
     with pytest.raises(TypeError):

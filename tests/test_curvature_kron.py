@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from bayesformer.curvature import estimate, kron
-from bayesformer.curvature.factors import DenseFactor, DiagonalFactor, SketchFactor
-from bayesformer.curvature.structures import DiagonalCurvature, KroneckerCurvature
 from bayesformer.dataset import Data
+from bayesformer.laplace import estimate
+from bayesformer.laplace import kronecker_curvature as kron
+from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, SketchFactor
+from bayesformer.laplace.structures import DiagonalCurvature, KroneckerCurvature
 from bayesformer.likelihoods import Categorical, Gaussian
 from bayesformer.network import Layout, apply
 from tests.curvature_zoo import MODELS, N, T, assembled, build, ggn

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.data import digits, toy
 from bayesformer.dataset import Data
-from bayesformer.predictive import GaussianPredictive
+from bayesformer.datasets import digits, toy
+from bayesformer.likelihoods.predictive import GaussianPredictive
 from tests.laws import assert_law, assert_mean
 
 NAMES = list(toy.SERIES)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bayesformer.functional import THETA
+from bayesformer.core.vectors import THETA
 from bayesformer.inference import baoab, diagnostics
 from bayesformer.inference.diagnostics import (
     configurational_temperature,

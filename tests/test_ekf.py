@@ -7,14 +7,15 @@ import torch
 from scipy import stats
 from torch import nn
 
+from bayesformer.core.types import Batch
+from bayesformer.core.vectors import THETA, noise_from
 from bayesformer.dataset import Data
-from bayesformer.functional import THETA, noise_from
 from bayesformer.inference import ekf
-from bayesformer.inference.ekf import dense, diag
+from bayesformer.inference import ekf_dense as dense
+from bayesformer.inference import ekf_diag as diag
 from bayesformer.likelihoods import Categorical
 from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train import pack_state
-from bayesformer.types import Batch
+from bayesformer.train.loop import pack_state
 from tests.laws import assert_mean
 
 KINDS = {"diag": diag, "dense": dense}

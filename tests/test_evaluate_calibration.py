@@ -16,7 +16,7 @@ from bayesformer.evaluate import (
     interval_coverage,
     reliability,
 )
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
 from tests.laws import assert_law, assert_mean
 
 with warnings.catch_warnings():

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from bayesformer.errors import OracleBeatenError
+from bayesformer.core.errors import OracleBeatenError
 from bayesformer.evaluate import Gap, check_not_above, oracle_gap, process_mse, variance_mse
-from bayesformer.predictive import GaussianPredictive
+from bayesformer.likelihoods.predictive import GaussianPredictive
 from tests.laws import assert_mean
 
 

@@ -9,7 +9,7 @@ from scipy import integrate
 from sklearn import metrics as sk
 
 from bayesformer.evaluate import accuracy, brier, crps, f1, log_likelihood, mse, rmse, scores
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
 from tests.laws import assert_mean
 
 with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from bayesformer.evaluate import aurc, eaurc, pavpu, risk_coverage
-from bayesformer.predictive import CategoricalPredictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive
 
 # risk and coverage
 

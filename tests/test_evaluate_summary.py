@@ -17,7 +17,7 @@ from bayesformer.evaluate import (
     mean_log_likelihood,
     regression,
 )
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
 
 HIGHER = {
     *("log_likelihood", "accuracy", "f1_macro", "f1_micro", "f1_weighted", "oracle_gap"),

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from bayesformer.curvature.structures import (
+from bayesformer.laplace.structures import (
     DenseCurvature,
     DiagonalCurvature,
     KroneckerCurvature,
     LowRankCurvature,
 )
-from bayesformer.weights import BlockGaussian, from_tensors
+from bayesformer.laws.weights import BlockGaussian, from_tensors
 
 PRIOR, SCALE = torch.tensor(0.7, dtype=torch.float64), 1.3
 

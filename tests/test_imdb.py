@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.data import imdb
-from bayesformer.errors import DamagedFileError
+from bayesformer.core.errors import DamagedFileError
+from bayesformer.datasets import imdb
 
 
 def write(folder, part, rows):

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from bayesformer.core.vectors import THETA, noise_from
 from bayesformer.dataset import Data
-from bayesformer.functional import THETA, noise_from
 from bayesformer.inference import ivon, schedules
 from bayesformer.likelihoods import Gaussian
 from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train import pack_state, score, unpack_state
+from bayesformer.train.loop import pack_state, score, unpack_state
 from tests.laws import assert_mean
 from tests.nets import Mlp
 

@@ -11,10 +11,10 @@ from torch.func import jacrev
 
 import bayesformer as bf
 from bayesformer import evaluate
+from bayesformer.laws.weights import BlockGaussian, GaussianWeights
 from bayesformer.methods import build_method
 from bayesformer.network import Layout, call
 from bayesformer.posterior import FACTS
-from bayesformer.weights import BlockGaussian, GaussianWeights
 from tests.nets import Mlp, Normed, blobs
 
 F64 = torch.float64

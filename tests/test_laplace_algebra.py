@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal
 
-from bayesformer.curvature.structures import (
-    DenseCurvature,
-    DiagonalCurvature,
-    KroneckerCurvature,
-    LowRankCurvature,
-)
-from bayesformer.gaussians import Dense
-from bayesformer.inference.laplace import (
+from bayesformer.laplace import (
     Groups,
     Noise,
     Quadratic,
@@ -23,7 +16,14 @@ from bayesformer.inference.laplace import (
     precision_log_det,
     precision_times,
 )
-from bayesformer.inference.laplace.evidence import check_curvature
+from bayesformer.laplace.evidence import check_curvature
+from bayesformer.laplace.structures import (
+    DenseCurvature,
+    DiagonalCurvature,
+    KroneckerCurvature,
+    LowRankCurvature,
+)
+from bayesformer.laws.blocks import Dense
 
 F64 = torch.float64
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bayesformer as bf
-from bayesformer.curvature import estimate
+from bayesformer.laplace import estimate
 from tests.curvature_zoo import build, empirical, ggn
 from tests.nets import Mlp
 from tests.peer_laplace import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
-from bayesformer.curvature import estimate
+from bayesformer.laplace import estimate
 from tests.curvature_zoo import build, empirical, ggn, jacobian
 from tests.nets import Mlp
 from tests.peer_laplace import F64, SIGMA, SINGLE, OfDict, PerToken, blocks, close, fitted, matrix, operator, ours

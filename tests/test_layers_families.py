@@ -8,7 +8,6 @@ import torch
 from scipy import special, stats
 from torch.nn.functional import softplus
 
-from bayesformer import distributions as laws
 from bayesformer.layers.families import (
     CLOSED,
     FAMILIES,
@@ -21,6 +20,7 @@ from bayesformer.layers.families import (
     closed_kl,
     sampled_kl,
 )
+from bayesformer.priors import distributions as laws
 from tests.laws import assert_law, assert_mean
 
 SCIPY = {Gaussian: stats.norm, Cauchy: stats.cauchy, Laplace: stats.laplace, Logistic: stats.logistic}

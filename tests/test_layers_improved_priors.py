@@ -2,11 +2,11 @@
 
 import pytest
 
-from bayesformer.distributions import Cauchy, Laplace, Logistic, Normal, StudentT
 from bayesformer.layers import IMPROVED, convert, kl_divergence
 from bayesformer.models import Encoder, Regressor, SequenceClassifier, Tagger, VisionTransformer
 from bayesformer.network import trainable
-from bayesformer.priors import Prior
+from bayesformer.priors.distributions import Cauchy, Laplace, Logistic, Normal, StudentT
+from bayesformer.priors.prior import Prior
 
 MODELS = {
     "regressor": lambda: Regressor(Encoder(4, depth=2)),

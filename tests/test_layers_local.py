@@ -10,7 +10,7 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 
 from bayesformer.layers import convert
-from bayesformer.layers.fused import gaussian_linear
+from bayesformer.layers.fused_linear import gaussian_linear
 from bayesformer.layers.local import LOCAL, affine, is_table, replaced
 from tests.laws import assert_law, assert_mean
 

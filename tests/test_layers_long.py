@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from bayesformer import distributions as laws
-from bayesformer import functional
+from bayesformer.core import vectors as functional
 from bayesformer.layers import FAMILIES, convert, kl_divergence, long
 from bayesformer.network import FlatModel
+from bayesformer.priors import distributions as laws
 
 MIXED = {"embed.weight": laws.Laplace(0.1, 0.4), "*.bias": laws.StudentT(3, 0, 0.5), "*": laws.Normal(-0.1, 0.7)}
 CLOSED = {"embed.weight": laws.Normal(0.2, 0.5), "*": laws.Normal(0, 1)}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import softplus
 
-from bayesformer import distributions as laws
 from bayesformer.attention import Softmax
+from bayesformer.core.types import Draw
 from bayesformer.dropout import set_dropout
 from bayesformer.layers import FAMILIES, Variational, convert, kl_divergence, revert
 from bayesformer.layers.families import Gaussian as GaussianFamily
@@ -20,7 +20,7 @@ from bayesformer.layers.families import StudentT, sampled_kl
 from bayesformer.likelihoods import Gaussian
 from bayesformer.models import Encoder, Regressor, Tagger, VisionTransformer
 from bayesformer.network import FlatModel, Layout, apply, is_stochastic, reinitialise, trainable
-from bayesformer.types import Draw
+from bayesformer.priors import distributions as laws
 from tests.laws import assert_mean
 from tests.nets import Keyword, Mlp, Normed, Positional, Tied
 from tests.test_network import hugging_face

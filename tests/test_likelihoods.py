@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import distributions as D
 
+from bayesformer.core.types import Draws, GaussianOutputs
 from bayesformer.likelihoods import (
     LINK_DRAWS,
     Bernoulli,
@@ -15,7 +16,6 @@ from bayesformer.likelihoods import (
     from_json,
     to_json,
 )
-from bayesformer.types import Draws, GaussianOutputs
 from tests.laws import assert_mean
 
 

@@ -6,20 +6,20 @@ from torch import nn
 from torch.func import functional_call, jacrev
 
 import bayesformer as bf
-from bayesformer.curvature.structures import (
+from bayesformer.laplace.structures import (
     DenseCurvature,
     DiagonalCurvature,
     KroneckerCurvature,
     LowRankCurvature,
 )
-from bayesformer.gaussians import Dense
+from bayesformer.laws.blocks import Dense
+from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Samples
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.network import Layout, call
 from bayesformer.predict import linearised
+from bayesformer.predict.covariance_roots import times_root
 from bayesformer.predict.linearised import Linearised, linearised_outputs
-from bayesformer.predict.spread import times_root
-from bayesformer.weights import BlockGaussian, GaussianWeights, Samples
 from tests.nets import Mlp, Normed, Tied
 
 F64 = torch.float64
@@ -279,7 +279,7 @@ def test_batches_and_columns_in_pieces_change_nothing(monkeypatch):
     weights = blocks(model, "kronecker")
     whole = linearised_outputs(model, Layout.of(model), weights, inputs)
     monkeypatch.setattr(linearised, "COLUMNS", 4)
-    monkeypatch.setattr("bayesformer.predict.spread.CACHE", 64)
+    monkeypatch.setattr("bayesformer.predict.covariance_roots.CACHE", 64)
     pieces = linearised_outputs(model, Layout.of(model), weights, inputs, batch_size=2)
     torch.testing.assert_close(pieces.covariance, whole.covariance)
 

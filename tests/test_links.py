@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy import integrate, stats
 
+from bayesformer.core.types import Draws, GaussianOutputs
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesformer.links import binary_probit, bridge, probit
-from bayesformer.types import Draws, GaussianOutputs
+from bayesformer.likelihoods.links import binary_probit, bridge, probit
 
 F64 = torch.float64
 

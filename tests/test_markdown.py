@@ -4,7 +4,7 @@ import pytest
 
 from bayesformer import cli
 from bayesformer.bench.markdown import choice_table, choices, comparison
-from bayesformer.storage import write_json
+from bayesformer.core.storage import write_json
 
 
 def result(task, method, seed, score, variant="", validation=0.0, **settings):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from bayesformer.attention import Linear, Softmax
+from bayesformer.core.types import Draw
 from bayesformer.likelihoods import Gaussian
 from bayesformer.models import (
     Encoder,
@@ -22,7 +23,6 @@ from bayesformer.models import (
 )
 from bayesformer.models.transformer import LearnedPositions, SinusoidalPositions, sinusoids
 from bayesformer.models.vit import patches
-from bayesformer.types import Draw
 from tests.laws import assert_law
 
 B, T, D, V, C = 3, 7, 8, 11, 4

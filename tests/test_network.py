@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bayesformer.functional import THETA, value_and_grad
+from bayesformer.core.types import Batch
+from bayesformer.core.vectors import THETA, value_and_grad
 from bayesformer.likelihoods import Categorical
 from bayesformer.network import (
     FlatLogJoint,
@@ -20,8 +21,7 @@ from bayesformer.network import (
     stochastic_mode,
     trainable,
 )
-from bayesformer.priors import as_prior
-from bayesformer.types import Batch
+from bayesformer.priors.prior import as_prior
 from tests.nets import Keyword, Mlp, Normed, Positional, Tied
 
 

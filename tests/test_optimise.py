@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bayesformer.functional import THETA, dot
+from bayesformer.core.vectors import THETA, dot
 from bayesformer.inference import optimise, schedules
 from bayesformer.inference.optimise import Adam
 

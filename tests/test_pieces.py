@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from bayesformer import functional
-from bayesformer.functional import THETA, pieces
+from bayesformer.core import vectors as functional
+from bayesformer.core.types import Batch
+from bayesformer.core.vectors import THETA, pieces
 from bayesformer.inference import baoab, ivon, optimise, sghmc, sgld, vi_diag
 from bayesformer.likelihoods import Categorical
 from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.priors import as_prior
-from bayesformer.types import Batch
+from bayesformer.priors.prior import as_prior
 from tests.nets import Mlp
 
 ALGORITHMS = {

@@ -9,8 +9,8 @@ from scipy.sparse import csr_matrix
 
 from bayesformer.bench.tasks import TASKS
 from bayesformer.bench.tasks.graph import load_graph
-from bayesformer.data import graphs, planetoid
-from bayesformer.errors import DamagedFileError
+from bayesformer.core.errors import DamagedFileError
+from bayesformer.datasets import graphs, planetoid
 from bayesformer.likelihoods import Categorical
 from bayesformer.methods import Problem, build_method
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
-from bayesformer.weights import GaussianWeights, Samples
+from bayesformer.laws.weights import GaussianWeights, Samples
 from tests.laws import assert_mean
 from tests.nets import Mlp, Normed, blobs
 

@@ -9,7 +9,7 @@ from bayesformer.dataset import Data
 from bayesformer.inference import baoab, sghmc, sgld
 from bayesformer.likelihoods import Categorical
 from bayesformer.network import FlatLogJoint, FlatModel, log_joint, trainable
-from bayesformer.train import Collect, Job, Training, train
+from bayesformer.train.loop import Collect, Job, Training, train
 from tests.nets import Mlp, blobs
 
 with warnings.catch_warnings():  # it declares its states in a way that tensordict will change

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributions as D
 
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, bisect
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, bisect
 
 
 def categorical(draws=4, shape=(3, 5), classes=6):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.distributions import Cauchy, Laplace, Logistic, Normal, StudentT, write_score
-from bayesformer.priors import Prior, as_prior, parse_law
+from bayesformer.priors.distributions import Cauchy, Laplace, Logistic, Normal, StudentT, write_score
+from bayesformer.priors.prior import Prior, as_prior, parse_law
 from tests.laws import assert_law
 
 LAWS = [

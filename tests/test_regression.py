@@ -14,9 +14,9 @@ import bayesformer as bf
 from bayesformer import cli
 from bayesformer.bench import runner
 from bayesformer.bench.tasks import TASKS, TabularRegression
-from bayesformer.data import regression
+from bayesformer.datasets import regression
 from bayesformer.evaluate import check_not_above
-from bayesformer.predictive import GaussianPredictive
+from bayesformer.likelihoods.predictive import GaussianPredictive
 from tests.laws import assert_law, assert_mean
 
 FRIEDMAN = ["friedman1", "friedman2", "friedman3"]

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from bayesformer import cli
-from bayesformer import train as training_loop
 from bayesformer.bench import demo, runner, tasks
 from bayesformer.bench.predicting import read_rows
-from bayesformer.errors import DamagedFileError
+from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.settings import explain, parse_assignment
 from bayesformer.posterior import Posterior
-from bayesformer.settings import explain, parse_assignment
-from bayesformer.train import Training
+from bayesformer.train import loop as training_loop
+from bayesformer.train.loop import Training
 
 ROOT = Path(__file__).parent.parent
 TINY = {"training": {"epochs": 2}, "toy/*": {"train": 60, "validation": 20, "test": 50, "dim": 8}}

@@ -1,6 +1,6 @@
 import torch
 
-from bayesformer.seeds import fold, seed_torch, stream
+from bayesformer.core.seeds import fold, seed_torch, stream
 
 
 def test_a_stream_is_the_global_one_from_its_own_seed_and_is_put_back():

@@ -7,12 +7,12 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.functional import THETA, dot, is_matrix, noise_from
+from bayesformer.core.vectors import THETA, dot, is_matrix, noise_from
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.diagnostics import kinetic_temperature
 from bayesformer.likelihoods import Categorical
 from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train import Job, Training, train
+from bayesformer.train.loop import Job, Training, train
 from tests.laws import assert_mean
 from tests.nets import Mlp, blobs
 

@@ -9,7 +9,9 @@ from torch import nn
 from torch.func import functional_call, jacrev
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.gaussians import Dense, Diagonal, Kronecker, LowRank
+from bayesformer.core.types import GaussianOutputs
+from bayesformer.laws.blocks import Dense, Diagonal, Kronecker, LowRank
+from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Samples
 from bayesformer.likelihoods import Categorical, Gaussian
 from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
@@ -22,8 +24,6 @@ from bayesformer.predict.streamlined import (
     scaled_outputs,
     streamlined_outputs,
 )
-from bayesformer.types import GaussianOutputs
-from bayesformer.weights import BlockGaussian, GaussianWeights, Samples
 from tests.laws import assert_mean
 from tests.nets import Normed, Tied
 

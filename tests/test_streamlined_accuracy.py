@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from bayesformer.laws.weights import GaussianWeights
 from bayesformer.network import Layout
 from bayesformer.study import accuracy
-from bayesformer.weights import GaussianWeights
 from tests.laws import assert_mean
 
 

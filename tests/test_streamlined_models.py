@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesformer.bench.tasks import TASKS
+from bayesformer.laws.weights import GaussianWeights
 from bayesformer.models import Encoder, SequenceClassifier, Tagger
 from bayesformer.network import Layout, apply
 from bayesformer.predict.streamlined import (
@@ -20,7 +21,6 @@ from bayesformer.predict.streamlined import (
 )
 from bayesformer.predict.streamlined.carrier import Run
 from bayesformer.predict.streamlined.modules import standing_in
-from bayesformer.weights import GaussianWeights
 
 IDS = torch.tensor([[3, 17, 5, 40, 8], [9, 2, 0, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bayesformer.core.types import Params, Transform
+from bayesformer.core.vectors import THETA, noise_from
 from bayesformer.dataset import Data
-from bayesformer.functional import THETA, noise_from
 from bayesformer.inference import optimise, swag, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian
 from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train import pack_state, score, unpack_state
-from bayesformer.types import Params, Transform
+from bayesformer.train.loop import pack_state, score, unpack_state
 from tests.laws import assert_mean
 from tests.nets import Mlp
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import bayesformer as bf
-from bayesformer.traces import function_traces, picture, summarise, weight_traces
-from bayesformer.weights import Samples
+from bayesformer.bench.chain_traces import function_traces, picture, summarise, weight_traces
+from bayesformer.laws.weights import Samples
 from tests.nets import Mlp
 
 

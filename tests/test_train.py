@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bayesformer.errors import DamagedFileError, TrainingDivergedError
-from bayesformer.functional import THETA
+from bayesformer.core.errors import DamagedFileError, TrainingDivergedError
+from bayesformer.core.vectors import THETA
 from bayesformer.inference import optimise
 from bayesformer.likelihoods import Categorical
 from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train import Job, Training, score, train
+from bayesformer.train.loop import Job, Training, score, train
 from tests.nets import Mlp, Normed, blobs
 
 
@@ -56,7 +56,7 @@ def test_the_loop_equals_a_hand_written_one():
     model = Mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     data, step = prepared.data, 0
-    from bayesformer.seeds import generator
+    from bayesformer.core.seeds import generator
 
     for epoch in range(6):
         order = torch.randperm(60, generator=generator(0, 0, epoch, "order"))
@@ -158,7 +158,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_result(tmp_path, seconds):
         "import torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
         "from tests.test_train import slow_job\n"
-        "from bayesformer.train import train\n"
+        "from bayesformer.train.loop import train\n"
         f"trained = train(slow_job(), Path({str(tmp_path / 'c.safetensors')!r}), every_seconds=0)\n"
         f"torch.save(trained.theta, {str(tmp_path / 'theta.pt')!r})\n"
     )

@@ -6,13 +6,13 @@ import pytest
 import torch
 from scipy import stats
 
+from bayesformer.core.vectors import THETA, noise_from
 from bayesformer.dataset import Data
-from bayesformer.functional import THETA, noise_from
 from bayesformer.inference import optimise, vi_dense, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian
 from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train import pack_state, score
+from bayesformer.train.loop import pack_state, score
 from tests.laws import assert_mean
 from tests.nets import Mlp
 

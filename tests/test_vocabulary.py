@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bayesformer as bf
-from bayesformer.curvature.structures import KroneckerCurvature
+from bayesformer.laplace import estimate as curvature_of
+from bayesformer.laplace.structures import KroneckerCurvature
+from bayesformer.laws.weights import BlockGaussian, GaussianWeights
 from bayesformer.network import Layout
 from bayesformer.predict import head, linearised
-from bayesformer.weights import BlockGaussian, GaussianWeights
 from tests.curvature_zoo import jacobian
 
 F64 = torch.float64
@@ -132,10 +133,10 @@ def test_a_kronecker_head_that_must_be_cut_keeps_its_variances(monkeypatch):
 def test_minibatches_are_small_where_outputs_are_many(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)).double().eval()
     data = bf.Data(torch.randn(7, 3, dtype=F64), torch.randint(6, (7,)))
-    whole = bf.curvature.estimate(model, "categorical", data, "full")
+    whole = curvature_of(model, "categorical", data, "full")
     seen = []
     model.register_forward_hook(lambda _, given, out: seen.append(len(out)))
-    monkeypatch.setattr(sys.modules["bayesformer.curvature.estimate"], "OUTPUTS", 13)  # its name is a function's too
-    found = bf.curvature.estimate(model, "categorical", data, "full")
+    monkeypatch.setattr(sys.modules["bayesformer.laplace.estimate"], "OUTPUTS", 13)  # its name is a function's too
+    found = curvature_of(model, "categorical", data, "full")
     assert seen[-4:] == [2, 2, 2, 1]
     torch.testing.assert_close(found.structures[0].dense(), whole.structures[0].dense())

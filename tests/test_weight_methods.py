@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 import bayesformer as bf
+from bayesformer.laws.weights import GaussianWeights
 from bayesformer.methods import METHODS, build_method, wrap
 from bayesformer.models.tabular import FeatureTransformer
 from bayesformer.models.transformer import Encoder
 from bayesformer.network import FlatModel
-from bayesformer.train import Collect
-from bayesformer.weights import GaussianWeights
+from bayesformer.train.loop import Collect
 from tests.nets import Mlp, Normed, blobs
 
 SMALL = {
@@ -129,7 +129,7 @@ def test_parallel_chains_at_temperature_zero_are_a_deep_ensemble():
     cold = fit("sghmc", chains=3, draws=1, temperature=0.0, warm_up=0.0, burn_in=0.0, lr=0.1)
     assert len(cold.theta) == 3
     for member in range(3):
-        from bayesformer.seeds import generator, stream
+        from bayesformer.core.seeds import generator, stream
 
         with stream(0, "init", member):
             model = Mlp()

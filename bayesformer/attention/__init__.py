@@ -6,12 +6,12 @@ from bayesformer.attention.core import Attention, Linear, Softmax, masked_softma
 from bayesformer.attention.dirichlet import Dirichlet
 from bayesformer.attention.edges import Edges
 from bayesformer.attention.family import Family, attention_kl, attention_mode, families
-from bayesformer.attention.gaussian import Gaussian
+from bayesformer.attention.gaussian_logits import Gaussian
 from bayesformer.attention.graph import GraphAttention
 from bayesformer.attention.install import install, uninstall
 from bayesformer.attention.lognormal import Lognormal
 from bayesformer.attention.maps import AttentionMap, MapRecorder, attention_maps
-from bayesformer.attention.scores import Additive, Gat, ScaledDot
+from bayesformer.attention.score_functions import Additive, Gat, ScaledDot
 from bayesformer.attention.spread import DataDependent, Learned, RowNetwork
 from bayesformer.attention.weibull import Weibull
 

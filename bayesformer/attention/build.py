@@ -9,11 +9,11 @@ from typing import Literal, TypeAlias
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.dirichlet import Dirichlet, Divergence, Gradient
 from bayesformer.attention.family import Family
-from bayesformer.attention.gaussian import Gaussian
+from bayesformer.attention.gaussian_logits import Gaussian
 from bayesformer.attention.lognormal import Lognormal
 from bayesformer.attention.spread import DataDependent, Learned, RowNetwork, Spread
 from bayesformer.attention.weibull import Weibull
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
 
 PriorKind: TypeAlias = Literal["fixed", "symmetric", "contextual"]
 

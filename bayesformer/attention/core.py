@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bayesformer.attention.checks import check_positive, check_rate
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.fused import hidden_keys, row_softmax
-from bayesformer.attention.scores import ScaledDot
-from bayesformer.functional import transformed
-from bayesformer.types import Draw
+from bayesformer.attention.ranges import check_positive, check_rate
+from bayesformer.attention.rows import hidden_keys, row_softmax
+from bayesformer.attention.score_functions import ScaledDot
+from bayesformer.core.types import Draw
+from bayesformer.core.vectors import transformed
 
 
 def masked_softmax(logits: Tensor, mask: Visible) -> Tensor:
@@ -78,7 +78,8 @@ class Attention(nn.Module):
         dim: width D of what attends, and of the result.
         heads: H, which divides `dim`.
         family: the law of the weights. One with `wants_keys` is also given the keys, (B, H, S, d).
-        score: from queries and keys to logits, see `bayesformer.attention.scores`; the scaled dot product by default.
+        score: from queries and keys to logits, see `bayesformer.attention.score_functions`; the scaled dot
+            product by default.
         context_dim: width of what is attended to, where that is another.
     """
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.edges import Edges, Visible
 from bayesformer.attention.family import Drawn, Family
-from bayesformer.attention.fused import (
+from bayesformer.attention.ranges import check_above_zero
+from bayesformer.attention.rows import (
     Hidden,
     exponential_,
     hidden_keys,
@@ -29,8 +29,8 @@ from bayesformer.attention.fused import (
 )
 from bayesformer.attention.special import IMPLICIT, LEAST, SURROGATE, Sampler, gamma_ratio, gammas_and_trigamma
 from bayesformer.attention.spread import Learned, Spread
-from bayesformer.errors import unknown_name
-from bayesformer.functional import transformed
+from bayesformer.core.errors import unknown_name
+from bayesformer.core.vectors import transformed
 
 Gradient: TypeAlias = Literal["implicit", "surrogate"]
 Divergence: TypeAlias = Literal["dirichlet", "gamma"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from bayesformer.functional import transformed
+from bayesformer.core.vectors import transformed
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from bayesformer.attention.checks import check_rate
 from bayesformer.attention.core import Dropout, masked_softmax
 from bayesformer.attention.edges import Visible
-from bayesformer.types import Draw
+from bayesformer.attention.ranges import check_rate
+from bayesformer.core.types import Draw
 
 Mode: TypeAlias = Literal["draw", "mean"]
 Drawn: TypeAlias = tuple[Tensor, Tensor | None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bayesformer.attention.checks import check_positive
 from bayesformer.attention.core import Linear
 from bayesformer.attention.edges import Edges, Rows
-from bayesformer.attention.scores import Gat
+from bayesformer.attention.ranges import check_positive
+from bayesformer.attention.score_functions import Gat
 
 
 class GraphAttention(nn.Module):

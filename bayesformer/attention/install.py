@@ -27,7 +27,7 @@ from bayesformer.attention.family import Family, families
 from bayesformer.attention.graph import GraphAttention
 from bayesformer.attention.spread import Learned
 from bayesformer.attention.stochastic_multihead import StochasticMultihead
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
 
 BuildFamily: TypeAlias = Callable[[int, int], Family]
 BEFORE = "_before_install"

@@ -11,12 +11,12 @@ import math
 
 from torch import Tensor
 
-from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import Drawn, Family
-from bayesformer.attention.fused import Hidden, hidden_keys, hide_, known, noisy_softmax, visible_count
 from bayesformer.attention.noise import normal
+from bayesformer.attention.ranges import check_above_zero
+from bayesformer.attention.rows import Hidden, hidden_keys, hide_, known, noisy_softmax, visible_count
 
 
 class Lognormal(Family):

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bayesformer.attention.core import Softmax
 from bayesformer.attention.family import Family, attention_mode
-from bayesformer.types import Inputs
+from bayesformer.core.types import Inputs
 
 MOST_HEADS, MOST_PLACES = 8, 64  # of a picture: more would make a file large
 

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from bayesformer.functional import transformed
+from bayesformer.core.vectors import transformed
 
 _streams: Sequence[torch.Generator] = ()  # one per draw while several are made together
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.attention.noise import log_uniform, normal
-from bayesformer.functional import transformed
+from bayesformer.core.vectors import transformed
 
 EULER = 0.5772156649015329
 LEAST = math.exp(-80.0)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.checks import check_above_zero, check_positive
 from bayesformer.attention.core import Linear
 from bayesformer.attention.edges import Edges, Visible
-from bayesformer.attention.fused import masked_log_softmax
+from bayesformer.attention.ranges import check_above_zero, check_positive
+from bayesformer.attention.rows import masked_log_softmax
 
 
 class Spread(nn.Module):

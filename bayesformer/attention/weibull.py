@@ -12,11 +12,12 @@ import math
 
 from torch import Tensor
 
-from bayesformer.attention.checks import check_above_zero
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import Drawn, Family
-from bayesformer.attention.fused import (
+from bayesformer.attention.noise import log_uniform
+from bayesformer.attention.ranges import check_above_zero
+from bayesformer.attention.rows import (
     Hidden,
     exponential_,
     hidden_keys,
@@ -27,7 +28,6 @@ from bayesformer.attention.fused import (
     visible_count,
     visible_sum,
 )
-from bayesformer.attention.noise import log_uniform
 from bayesformer.attention.special import EULER, gammas
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bayesformer.bench.statistics import Standing, standings
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
 from bayesformer.evaluate.catalogue import describe
 
 SIGNS = {"better": " ▲", "worse": " ▼"}

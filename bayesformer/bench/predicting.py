@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from bayesformer.bench.tasks import TASKS, Task
-from bayesformer.errors import DamagedFileError
+from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.settings import override
+from bayesformer.core.storage import read_json, read_tensors
+from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive
 from bayesformer.methods import build_method, wrap
 from bayesformer.posterior import FACTS, Posterior
-from bayesformer.predictive import CategoricalPredictive, Predictive
-from bayesformer.settings import override
-from bayesformer.storage import read_json, read_tensors
 
 KEY = "inputs"
 

@@ -26,20 +26,21 @@ from typing import Any
 
 import torch
 
-from bayesformer import evaluate, traces
+from bayesformer import evaluate
 from bayesformer.attention import families
 from bayesformer.attention.maps import picture
+from bayesformer.bench import chain_traces as traces
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
+from bayesformer.core.errors import DamagedFileError, unknown_name
+from bayesformer.core.progress import Reporter, Silent
+from bayesformer.core.settings import identity, override, summary
+from bayesformer.core.storage import read_json, write_json
 from bayesformer.dataset import Data, first_tensor
 from bayesformer.engine import Strategy, best_seconds, run_in_processes
-from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.methods import METHODS, Method, Problem, build_method
 from bayesformer.posterior import Posterior
-from bayesformer.progress import Reporter, Silent
-from bayesformer.settings import identity, override, summary
-from bayesformer.storage import read_json, write_json
-from bayesformer.train import Training
+from bayesformer.train.loop import Training
 
 FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
 ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}

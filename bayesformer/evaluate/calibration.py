@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesformer.evaluate.checks import check_classes, check_fraction, check_values
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
 
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 

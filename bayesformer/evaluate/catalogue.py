@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
 
 Better: TypeAlias = Literal["higher", "lower", "none"]
 """Which way a metric improves; "none" is information that ranks nobody."""

@@ -9,7 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, Predictive, check_targets_shape
+from bayesformer.likelihoods.predictive import (
+    CategoricalPredictive,
+    GaussianPredictive,
+    Predictive,
+    check_targets_shape,
+)
 
 
 def check_answers(predictive: Predictive, targets: Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from bayesformer.errors import OracleBeatenError
+from bayesformer.core.errors import OracleBeatenError
 from bayesformer.evaluate.checks import check_finite, check_gaussian, check_same_shape, check_vector
-from bayesformer.predictive import GaussianPredictive
+from bayesformer.likelihoods.predictive import GaussianPredictive
 
 ROUNDING = 1e-3  # nats per sequence: float32 sums of tens of steps agree to about 1e-5
 

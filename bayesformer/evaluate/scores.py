@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
 from bayesformer.evaluate.checks import check_answers, check_classes, check_mask, check_values
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, Predictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 
 F1_AVERAGES = ("macro", "micro", "weighted")
 PAIRS_AT_ONCE = 2**19  # (i, j) of `crps` at once: half of them are held, 2 MB a tensor, to stay in the cache

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.evaluate.checks import check_classes, check_fraction, check_same_shape, check_vector
-from bayesformer.predictive import CategoricalPredictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive
 
 
 class RiskCoverage(NamedTuple):

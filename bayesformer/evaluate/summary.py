@@ -10,7 +10,7 @@ from bayesformer.evaluate.calibration import ece, ece_adaptive, ece_classwise, i
 from bayesformer.evaluate.checks import check_predictive
 from bayesformer.evaluate.scores import F1_AVERAGES, accuracy, brier, crps, f1, log_likelihood, rmse
 from bayesformer.evaluate.selective import aurc, pavpu
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, Predictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 
 P = TypeVar("P", bound=Predictive)
 

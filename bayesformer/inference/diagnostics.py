@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import count, dot
-from bayesformer.types import Params
+from bayesformer.core.types import Params
+from bayesformer.core.vectors import count, dot
 
 AT_ONCE = 2**22  # numbers whose autocovariances are in memory together
 

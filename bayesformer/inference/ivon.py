@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, is_long, normal_like, pieces, value_and_grad
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, is_long, normal_like, pieces, value_and_grad
 from bayesformer.inference.schedules import Schedule, constant
 from bayesformer.inference.vi_diag import Estimate, average
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 
 class IVONState(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from bayesformer.functional import blank, dot, per_member, value_and_grad
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, dot, per_member, value_and_grad
 from bayesformer.inference.schedules import Schedule, constant
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 
 class AdamState(NamedTuple):

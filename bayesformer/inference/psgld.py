@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, normal_like, value_and_grad
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, normal_like, value_and_grad
 from bayesformer.inference.schedules import Schedule, at
 from bayesformer.inference.sgld import check_settings, next_step, noise_sd, step_zero
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 
 class PSGLDState(NamedTuple):

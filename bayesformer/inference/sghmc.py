@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesformer.errors import unknown_name
-from bayesformer.functional import blank, pieces, value_and_grad
+from bayesformer.core.errors import unknown_name
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, pieces, value_and_grad
 from bayesformer.inference.schedules import Schedule, at
 from bayesformer.inference.sgld import add, add_noise, check_settings, multiply, next_step, noise_sd, step_zero
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 Scheme: TypeAlias = Literal["semi-implicit", "explicit"]
 SCHEMES = ("semi-implicit", "explicit")

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, normal_like, pieces, value_and_grad
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, normal_like, pieces, value_and_grad
 from bayesformer.inference.schedules import Schedule, at
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 
 class SGLDState(NamedTuple):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, count, dot, per_member, value_and_grad
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, count, dot, per_member, value_and_grad
 from bayesformer.inference.schedules import Schedule, at
 from bayesformer.inference.sghmc import kick
 from bayesformer.inference.sgld import add, check_settings, next_step, noise_sd, step_zero
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 
 class SGNHTState(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, is_matrix, normal_like
-from bayesformer.types import Batch, Params, Transform
+from bayesformer.core.types import Batch, Params, Transform
+from bayesformer.core.vectors import blank, is_matrix, normal_like
 
 
 class SWAGState(NamedTuple):

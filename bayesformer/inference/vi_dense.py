@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.functional import THETA, blank, count, is_matrix, normal_like, value_and_grad
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import THETA, blank, count, is_matrix, normal_like, value_and_grad
 from bayesformer.inference.optimise import clip_gradient
 from bayesformer.inference.vi_diag import LOG_SD, Estimate, Rule, as_rule, average, check_settings, join, split
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 LIMIT = 5000
 """Most weights a dense matrix is made for."""

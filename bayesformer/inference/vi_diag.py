@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesformer.functional import blank, is_long, normal_like, pieces, value_and_grad
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, is_long, normal_like, pieces, value_and_grad
 from bayesformer.inference.optimise import Adam, clip_gradient
-from bayesformer.types import Batch, LogJoint, Params, Transform
 
 LOG_SD = math.log(1e-2)
 """Where log σ starts: about a tenth of a weight at the usual 1/√fan_in of widths 64 to 256, so the first gradients

@@ -9,8 +9,8 @@ from bayesformer.layers.concrete import ConcreteDropout, convert_concrete
 from bayesformer.layers.convert import convert, revert
 from bayesformer.layers.divergence import kl_divergence
 from bayesformer.layers.families import FAMILIES
-from bayesformer.layers.improved_priors import IMPROVED
 from bayesformer.layers.variational import Variational
+from bayesformer.priors.improved import IMPROVED
 
 __all__ = [
     "FAMILIES",

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from bayesformer.attention.core import Softmax
-from bayesformer.distributions import Logistic
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
 from bayesformer.layers.local import is_conv1d
+from bayesformer.priors.distributions import Logistic
 
 INPUTS = ("input", "x", "query", "key", "value")
 """Names under which the layers that get a site take what is dropped."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from bayesformer.layers.variational import Variational
-from bayesformer.priors import PriorLike
+from bayesformer.priors.prior import PriorLike
 
 
 def convert(

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesformer.attention import attention_kl, families
+from bayesformer.core.types import Params
 from bayesformer.layers.concrete import regularisers
 from bayesformer.layers.variational import Variational
-from bayesformer.types import Params
 
 
 def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int | None = None) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bayesformer import distributions as laws
-from bayesformer.distributions import Distribution
+from bayesformer.priors import distributions as laws
+from bayesformer.priors.distributions import Distribution
 
 T = TypeVar("T", bound="Family")
 

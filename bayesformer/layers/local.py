@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer import distributions as laws
-from bayesformer.functional import transformed
-from bayesformer.layers import fused
+from bayesformer.core.vectors import transformed
+from bayesformer.layers import fused_linear as fused
 from bayesformer.layers.families import Cauchy, Family, Gaussian
+from bayesformer.priors import distributions as laws
 
 Affine: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bayesformer import distributions as laws
-from bayesformer.distributions import Distribution
-from bayesformer.functional import is_long, pieces, transformed
+from bayesformer.core.types import Params
+from bayesformer.core.vectors import is_long, pieces, transformed
 from bayesformer.layers.families import Family, Gaussian, kl_terms
 from bayesformer.network import Layout
-from bayesformer.types import Params
+from bayesformer.priors import distributions as laws
+from bayesformer.priors.distributions import Distribution
 
 
 def in_pieces(rho: Tensor) -> bool:

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bayesformer.distributions import Distribution
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
+from bayesformer.core.types import Params
 from bayesformer.layers import local as layerwise
 from bayesformer.layers import long
 from bayesformer.layers.drawing import Drawing
 from bayesformer.layers.families import FAMILIES, INFINITE, Family, is_closed, kl_terms
 from bayesformer.network import Layout, trainable
-from bayesformer.priors import Prior, PriorLike, as_prior
-from bayesformer.types import Params
+from bayesformer.priors.distributions import Distribution
+from bayesformer.priors.prior import Prior, PriorLike, as_prior
 
 Forwards: TypeAlias = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
 

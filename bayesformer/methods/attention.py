@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import attention_kl, build_family, install
+from bayesformer.core.settings import LATER
 from bayesformer.dropout import set_dropout
-from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, task_of
-from bayesformer.methods.problem import Problem, check_ranges
+from bayesformer.laws.weights import Samples
 from bayesformer.posterior import Posterior
-from bayesformer.settings import LATER
-from bayesformer.weights import Samples
+from bayesformer.train.members import buffers_of, facts_of, prior_of, run, task_of
+from bayesformer.train.problem import Problem, check_ranges
 
 STEPS = "attention_steps"
 """Buffer that counts training steps: buffers are part of a checkpoint, so annealing resumes where it was."""

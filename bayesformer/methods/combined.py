@@ -10,15 +10,15 @@ from typing import Any, Literal
 from torch import nn
 
 from bayesformer.attention import build_family, install
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
+from bayesformer.core.types import ModelFactory
+from bayesformer.laplace.method import Laplace
 from bayesformer.methods.gaussian import Ivon, Swag, Vi
-from bayesformer.methods.laplace import Laplace
 from bayesformer.methods.layers import MeanField
 from bayesformer.methods.points import Ensemble
-from bayesformer.methods.problem import Method, Problem
 from bayesformer.methods.sampling import Baoab, Sghmc
 from bayesformer.posterior import Posterior
-from bayesformer.types import ModelFactory
+from bayesformer.train.problem import Method, Problem
 
 WEIGHTS: dict[str, type[Any]] = {
     "laplace": Laplace,

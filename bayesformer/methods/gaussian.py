@@ -9,17 +9,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from bayesformer.functional import THETA
-from bayesformer.inference import ivon, sgld, swag, vi_dense, vi_diag
-from bayesformer.inference.ekf import dense as ekf_dense
-from bayesformer.inference.ekf import diag as ekf_diag
-from bayesformer.methods.members import BuildTransform, facts_of, prior_of, run, shortened, task_of
-from bayesformer.methods.problem import Problem, check_ranges
+from bayesformer.core.types import LogJoint, Params, Transform
+from bayesformer.core.vectors import THETA
+from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dense, vi_diag
+from bayesformer.laws.weights import GaussianWeights
 from bayesformer.methods.sampling import find_modes, spread_rows
 from bayesformer.posterior import WAYS, Posterior, Way
-from bayesformer.train import Training, steps_per_epoch
-from bayesformer.types import LogJoint, Params, Transform
-from bayesformer.weights import GaussianWeights
+from bayesformer.train.loop import Training, steps_per_epoch
+from bayesformer.train.members import BuildTransform, facts_of, prior_of, run, shortened, task_of
+from bayesformer.train.problem import Problem, check_ranges
 
 
 def _fit(

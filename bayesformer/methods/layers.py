@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from bayesformer.core.settings import LATER
+from bayesformer.laws.weights import GaussianWeights, Samples
 from bayesformer.layers import Variational, convert, convert_concrete, kl_divergence
-from bayesformer.methods.members import facts_of, prior_of, run, task_of
-from bayesformer.methods.problem import Problem, check_ranges
 from bayesformer.network import FlatModel, Layout
 from bayesformer.posterior import WAYS, Posterior, Way
-from bayesformer.settings import LATER
-from bayesformer.weights import GaussianWeights, Samples
+from bayesformer.train.members import facts_of, prior_of, run, task_of
+from bayesformer.train.problem import Problem, check_ranges
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from torch import nn
 
 from bayesformer.dataset import Data
 from bayesformer.dropout import dropout_sites, set_dropout
-from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, task_of
-from bayesformer.methods.problem import Problem
+from bayesformer.laws.weights import Samples
 from bayesformer.network import device_of, is_stochastic
 from bayesformer.posterior import Posterior
-from bayesformer.priors import Prior
-from bayesformer.weights import Samples
+from bayesformer.priors.prior import Prior
+from bayesformer.train.members import buffers_of, facts_of, prior_of, run, task_of
+from bayesformer.train.problem import Problem
 
 
 @dataclass(frozen=True)

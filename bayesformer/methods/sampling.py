@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.schedules import Schedule
-from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, shortened, task_of
-from bayesformer.methods.problem import Problem, check_ranges
+from bayesformer.laws.weights import Samples
 from bayesformer.network import Layout
 from bayesformer.posterior import Posterior
-from bayesformer.priors import Prior
-from bayesformer.train import Collect, Training, steps_per_epoch
-from bayesformer.types import LogJoint, Transform
-from bayesformer.weights import Samples
+from bayesformer.priors.prior import Prior
+from bayesformer.train.loop import Collect, Training, steps_per_epoch
+from bayesformer.train.members import buffers_of, facts_of, prior_of, run, shortened, task_of
+from bayesformer.train.problem import Problem, check_ranges
 
 EXPLORATION = 0.8  # share of a cycle spent moving without noise
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesformer.attention import Edges, GraphAttention, Softmax
-from bayesformer.attention.checks import check_positive, check_rate
 from bayesformer.attention.core import Dropout
 from bayesformer.attention.edges import Rows
+from bayesformer.attention.ranges import check_positive, check_rate
 
 
 class GraphAttentionNetwork(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.checks import check_positive
 from bayesformer.attention.core import Linear
+from bayesformer.attention.ranges import check_positive
 from bayesformer.models.transformer import Encoder
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.checks import check_positive, check_rate
 from bayesformer.attention.core import Attention, Linear, Softmax
-from bayesformer.errors import unknown_name
+from bayesformer.attention.ranges import check_positive, check_rate
+from bayesformer.core.errors import unknown_name
 
 
 def sinusoids(length: int, dim: int) -> Tensor:

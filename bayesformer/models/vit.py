@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from bayesformer.attention.checks import check_positive
 from bayesformer.attention.core import Linear, Softmax
+from bayesformer.attention.ranges import check_positive
 from bayesformer.models.transformer import Encoder
 
 

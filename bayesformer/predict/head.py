@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bayesformer.curvature.sites import ElementSite, LinearSite, Site
-from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker, LowRank
-from bayesformer.types import GaussianOutputs
+from bayesformer.core.types import GaussianOutputs
+from bayesformer.jacobians.sites import ElementSite, LinearSite, Site
+from bayesformer.laws.blocks import Block, Dense, Diagonal, Kronecker, LowRank
 
 SQUARE = 512  # outputs up to which K by K matrices are formed where they are needed to be exact
 

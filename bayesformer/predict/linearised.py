@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesformer.curvature.capture import Capture, Site, backpropagate
-from bayesformer.curvature.columns import at_position, one_hot
+from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.dataset import first_tensor, map_inputs
-from bayesformer.gaussians import Kronecker
+from bayesformer.jacobians.capture import Capture, Site, backpropagate
+from bayesformer.jacobians.columns import at_position, one_hot
+from bayesformer.laws.blocks import Kronecker
+from bayesformer.laws.weights import Weights
 from bayesformer.network import Layout, apply
+from bayesformer.predict.covariance_roots import Spread, gram
 from bayesformer.predict.head import Parts, add_block, features_of
-from bayesformer.predict.spread import Spread, gram
-from bayesformer.types import GaussianOutputs, Inputs
-from bayesformer.weights import Weights
 
 COLUMNS = 32  # outputs differentiated in one batched backward pass: more leave the cache
 WIDEST = 2048  # outputs per position up to which their covariance is formed

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from bayesformer.attention import attention_mode, families
 from bayesformer.attention.noise import streams
+from bayesformer.core.progress import Reporter, Silent
+from bayesformer.core.seeds import fold, stream
+from bayesformer.core.types import Inputs, Params
 from bayesformer.dataset import first_tensor, map_inputs, tensors_of
 from bayesformer.engine import Strategy, run_members
 from bayesformer.network import FlatModel, apply, batched_outputs, stochastic_mode
-from bayesformer.progress import Reporter, Silent
-from bayesformer.seeds import fold, stream
-from bayesformer.types import Inputs, Params
 
 VALUES = "values"
 TOGETHER = 4096  # input numbers of all draws in one pass: more leave the cache

@@ -29,16 +29,16 @@ from scipy import stats
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.data import digits
+from bayesformer.core.storage import write_json
+from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.dataset import Data, first_tensor, map_inputs
+from bayesformer.datasets import digits
+from bayesformer.laws.weights import GaussianWeights
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.methods import Problem, Vi
 from bayesformer.network import FlatModel, Layout, apply
 from bayesformer.predict.streamlined import Settings, streamlined_outputs
-from bayesformer.storage import write_json
-from bayesformer.train import Training
-from bayesformer.types import GaussianOutputs, Inputs
-from bayesformer.weights import GaussianWeights
+from bayesformer.train.loop import Training
 
 DRAWS = 10_000
 COST_INPUTS = 64

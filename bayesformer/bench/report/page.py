@@ -16,7 +16,7 @@ from bayesformer.bench.report.style import SCRIPT, sheet
 from bayesformer.bench.report.summary import summary
 from bayesformer.bench.report.wording import DASH, count, duration, listing
 from bayesformer.bench.statistics import Result, entry_of, finite, part
-from bayesformer.storage import write_atomically
+from bayesformer.core.storage import write_atomically
 
 
 def write_report(

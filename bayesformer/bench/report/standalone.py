@@ -10,7 +10,7 @@ from bayesformer.bench.report.colours import colour_sheet
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.plot import Plot, marker
 from bayesformer.bench.report.style import MARKS
-from bayesformer.storage import write_atomically
+from bayesformer.core.storage import write_atomically
 
 GAP, TITLE, LINE = 18.0, 22.0, 16.0
 FONT = "svg{font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;font-size:11px;fill:var(--muted)}"

@@ -14,7 +14,7 @@ from bayesformer.bench.tasks.imdb import ImdbReviews
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
 from bayesformer.bench.tasks.regression import TabularRegression
 from bayesformer.bench.tasks.toy import ToySeries
-from bayesformer.data import toy
+from bayesformer.datasets import toy
 
 __all__ = [
     "TASKS",

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from bayesformer.bench.tasks.judging import classification_evaluation
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
-from bayesformer.data import digits
+from bayesformer.core.seeds import generator
+from bayesformer.datasets import digits
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models.vit import VisionTransformer
-from bayesformer.seeds import generator
-from bayesformer.train import Training
+from bayesformer.train.loop import Training
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from bayesformer.bench.tasks.judging import classification_evaluation
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
-from bayesformer.data import planetoid
-from bayesformer.data.graphs import Graph
+from bayesformer.core.types import Inputs
 from bayesformer.dataset import Data
+from bayesformer.datasets import planetoid
+from bayesformer.datasets.graphs import Graph
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models.gat import GraphAttentionNetwork
-from bayesformer.train import Training
-from bayesformer.types import Inputs
+from bayesformer.train.loop import Training
 
 DEPTH = 2
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from bayesformer.bench.tasks.judging import classification_evaluation
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
-from bayesformer.data import imdb
+from bayesformer.core.types import Inputs
+from bayesformer.datasets import imdb
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models.transformer import Encoder, SequenceClassifier
-from bayesformer.train import Training
-from bayesformer.types import Inputs
+from bayesformer.train.loop import Training
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bayesformer import evaluate
 from bayesformer.bench.tasks.protocol import Evaluation
-from bayesformer.data.toy import GaussianMixture
 from bayesformer.dataset import Data
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, Predictive
+from bayesformer.datasets.toy import GaussianMixture
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 
 
 def classification_evaluation(predictive: Predictive, test: Data, outsiders: Mapping[str, Predictive]) -> Evaluation:

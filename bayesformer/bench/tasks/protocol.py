@@ -7,13 +7,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
+from bayesformer.core.settings import summary
+from bayesformer.core.types import Inputs
 from bayesformer.dataset import Data
 from bayesformer.evaluate.process import Gap
 from bayesformer.likelihoods import Likelihood
-from bayesformer.predictive import Predictive
-from bayesformer.settings import summary
-from bayesformer.train import Training
-from bayesformer.types import Inputs
+from bayesformer.likelihoods.predictive import Predictive
+from bayesformer.train.loop import Training
 
 Ask: TypeAlias = Callable[[Inputs], Predictive]
 """A posterior as a task sees it: inputs in, a predictive out."""

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from bayesformer.bench.tasks.judging import regression_evaluation
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
-from bayesformer.data import regression
-from bayesformer.errors import unknown_name
+from bayesformer.core.errors import unknown_name
+from bayesformer.datasets import regression
 from bayesformer.likelihoods import Gaussian, Likelihood
+from bayesformer.likelihoods.predictive import GaussianPredictive, Predictive
 from bayesformer.models.tabular import FeatureTransformer, MlpRegressor
 from bayesformer.models.transformer import Encoder
-from bayesformer.predictive import GaussianPredictive, Predictive
-from bayesformer.train import Training
+from bayesformer.train.loop import Training
 
 
 @dataclass(frozen=True)

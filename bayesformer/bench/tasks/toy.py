@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from bayesformer.bench.tasks.judging import regression_evaluation, rounded
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
-from bayesformer.data import toy
+from bayesformer.core.errors import unknown_name
+from bayesformer.core.seeds import generator
 from bayesformer.dataset import Data
-from bayesformer.errors import unknown_name
+from bayesformer.datasets import toy
 from bayesformer.likelihoods import Gaussian, Likelihood
+from bayesformer.likelihoods.predictive import GaussianPredictive
 from bayesformer.models.transformer import Encoder, Regressor
-from bayesformer.predictive import GaussianPredictive
-from bayesformer.seeds import generator
-from bayesformer.train import Training
+from bayesformer.train.loop import Training
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from bayesformer.predict.streamlined import (  # noqa: F401  (each registers its rules)
     arithmetic,
-    attention,
+    attention_rules,
     convolution,
     elementwise,
     known,
@@ -13,10 +13,10 @@ from bayesformer.predict.streamlined import (  # noqa: F401  (each registers its
 )
 from bayesformer.predict.streamlined.carrier import NoRuleError, Uncertain, rule
 from bayesformer.predict.streamlined.modules import module_rule
+from bayesformer.predict.streamlined.options import Settings
 from bayesformer.predict.streamlined.predictor import Streamlined, streamlined_outputs
-from bayesformer.predict.streamlined.scale import ScaleFit, fit_scale, scaled_outputs
+from bayesformer.predict.streamlined.scale_fit import ScaleFit, fit_scale, scaled_outputs
 from bayesformer.predict.streamlined.sensitivity import input_sensitivity, layer_shares
-from bayesformer.predict.streamlined.settings import Settings
 
 __all__ = [
     "NoRuleError",

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from bayesformer.predict.streamlined.settings import Settings
+from bayesformer.predict.streamlined.options import Settings
 
 Rule: TypeAlias = Callable[..., Any]
 Spread: TypeAlias = Tensor | Callable[[], Tensor]

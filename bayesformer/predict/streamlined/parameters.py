@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesformer.gaussians import Block, Dense, Diagonal, Kronecker
+from bayesformer.laws.blocks import Block, Dense, Diagonal, Kronecker
+from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Weights
 from bayesformer.network import Layout
 from bayesformer.predict.streamlined.carrier import Run, Uncertain
 from bayesformer.predict.streamlined.structure import Complete, Factored, Structure
-from bayesformer.weights import BlockGaussian, GaussianWeights, Weights
 
 SUPPORTED = "independent weights, Kronecker or dense blocks over one weight matrix, or over it and its bias"
 

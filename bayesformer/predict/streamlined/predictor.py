@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.dataset import check_inputs, first_tensor, map_inputs
+from bayesformer.laws.weights import Weights
 from bayesformer.network import Layout, select_output, split_inputs
 from bayesformer.predict.linearised import linearised_outputs
 from bayesformer.predict.streamlined.carrier import Run, Uncertain
 from bayesformer.predict.streamlined.modules import standing_in
+from bayesformer.predict.streamlined.options import Settings
 from bayesformer.predict.streamlined.parameters import uncertain_parameters
-from bayesformer.predict.streamlined.settings import Settings
-from bayesformer.types import GaussianOutputs, Inputs
-from bayesformer.weights import Weights
 
 BATCH = 256
 

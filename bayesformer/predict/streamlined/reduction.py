@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.attention import mixed
+from bayesformer.predict.streamlined.attention_rules import mixed
 from bayesformer.predict.streamlined.carrier import Uncertain, rule
 from bayesformer.predict.streamlined.shape import moved
 

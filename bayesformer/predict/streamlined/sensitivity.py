@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bayesformer.core.types import Inputs
 from bayesformer.predict.streamlined.carrier import Uncertain
 from bayesformer.predict.streamlined.predictor import Streamlined, as_outputs
 from bayesformer.predict.streamlined.structure import Scaled
-from bayesformer.types import Inputs
 
 
 def input_sensitivity(predictor: Streamlined, inputs: Tensor, outputs: Tensor | int | None = None) -> Tensor:

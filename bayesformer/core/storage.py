@@ -1,0 +1,97 @@
+"""Tensors and facts on disk: safetensors and JSON, written whole or not at all, read with suspicion."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, load_file, save
+from torch import Tensor
+
+from bayesformer.core.errors import DamagedFileError
+
+SMALL = 16 * 2**20
+FACTS = "facts"  # the one metadata entry our files carry: a JSON object
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` by `content`: a reader, or a crash, sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """One line of JSON."""
+    write_atomically(path, (json.dumps(value, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object, or an error naming the file."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{what} {path} does not exist.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DamagedFileError(f"{what} {path} is not valid JSON ({error}): truncated or altered.") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{what} {path} must hold a JSON object; got {type(value).__name__}.")
+    return value
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Tensors with their facts in one file."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, save(plain, metadata={FACTS: json.dumps(facts)}))
+
+
+def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
+    """Tensors in memory of their own, or an error naming the file and what is wrong with it."""
+    with _reading(path, what):
+        if path.stat().st_size < SMALL:
+            return load(path.read_bytes())  # one read beats mapping a small file
+        # cloned, because mapped tensors are the file itself and would change or vanish with it
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+
+
+def read_facts(path: Path, what: str) -> dict[str, Any]:
+    """The facts written with the tensors."""
+    with _reading(path, what), safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {}).get(FACTS, "{}"))
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{what} {path} does not exist.") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names, shapes and every byte; XXH3, since it keeps up with the memory and SHA-256 does not."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,5 +1,0 @@
-"""Data sets as tensors, each module one of them."""
-
-from bayesformer.data import digits, graphs, imdb, planetoid, regression, toy
-
-__all__ = ["digits", "graphs", "imdb", "planetoid", "regression", "toy"]

@@ -1,0 +1,112 @@
+"""The extended Kalman filter with a dense Gaussian, for small numbers of weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like, value_and_grad
+from bayesformer.inference.ekf_common import Curvature, check_settings, examples, scores
+from bayesformer.inference.vi_dense import check_size, ravel, unravel
+
+
+class EKFDenseState(NamedTuple):
+    """N(params, precision⁻¹), over the weights in the order of `vi_dense.ravel`."""
+
+    params: Params  # the mean
+    precision: Tensor  # (P, P) or (L, P, P)
+    log_joint: Tensor  # () or (L,), of the last batch before it was absorbed
+
+
+def build(
+    log_joint: LogJoint,
+    lr: float | None = None,
+    transition_sd: float = 0.0,
+    *,
+    sd: float = 1.0,
+    curvature: Curvature | None = None,
+) -> Transform:
+    """Predict and correct, with the outer product of scores as curvature.
+
+        Λ ← (Λ⁻¹ + q² I)⁻¹                           weights wander with sd q between batches
+        Λ ← Λ + η mean_n s_n s_nᵀ                    s_n = ∇ log p(y_n | x_n, μ)
+        μ ← μ + η Λ⁻¹ mean_n s_n
+
+    Duffield et al. (2024), `posteriors`, whose code subtracts the Fisher where the equation adds it. Arguments as
+    in `ekf.diag.build`; `curvature(params, batch)` returns minus the mean Hessian, (P, P) or (L, P, P), and must
+    leave Λ positive definite.
+
+    Known exactly: with q = 0 no eigenvalue of Λ ever falls. On linear regression with the exact curvature this is
+    the Kalman filter: after the last batch, the posterior. With inputs along the axes it equals `ekf.diag`.
+    """
+    check_settings(lr, transition_sd, sd)
+    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature)
+    return Transform(partial(init, sd=sd), step)
+
+
+def init(params: Params, *, sd: float = 1.0) -> EKFDenseState:
+    """The prior N(params, sd² I)."""
+    check_size(params, copies=3)  # the precision, what is added to it, its factor
+    mean = {k: p.clone() for k, p in params.items()}
+    return EKFDenseState(mean, torch.full_like(ravel(params), sd**-2).diag_embed(), blank(params))
+
+
+def update(
+    state: EKFDenseState,
+    batch: Batch,
+    inplace: bool = False,
+    *,
+    log_joint: LogJoint,
+    lr: float | None = None,
+    transition_sd: float = 0.0,
+    curvature: Curvature | None = None,
+) -> tuple[EKFDenseState, Tensor]:
+    """Absorb one batch; the second value is its outputs under the mean before."""
+    value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature)
+    rate = lr or float(examples(state.params, batch))
+    precision = predict(state.precision, transition_sd) + rate * fisher
+    factor = torch.linalg.cholesky(precision)
+    shift = unravel(rate * torch.cholesky_solve(grad.unsqueeze(-1), factor).squeeze(-1), state.params)
+    if inplace:
+        mean = {k: p.add_(shift[k]) for k, p in state.params.items()}
+        return EKFDenseState(mean, state.precision.copy_(precision), value), outputs
+    return EKFDenseState({k: p + shift[k] for k, p in state.params.items()}, precision, value), outputs
+
+
+def sample(state: EKFDenseState) -> Params:
+    """One draw of the weights (of each member): μ + R⁻ᵀ ε with R Rᵀ = Λ."""
+    mean = ravel(state.params)
+    root = torch.linalg.cholesky(state.precision)
+    noise = torch.linalg.solve_triangular(root.mT, normal_like(mean).unsqueeze(-1), upper=True)
+    return unravel(mean + noise.squeeze(-1), state.params)
+
+
+def covariance(state: EKFDenseState) -> Tensor:
+    """Λ⁻¹, (P, P) or (L, P, P)."""
+    return torch.cholesky_inverse(torch.linalg.cholesky(state.precision))
+
+
+def predict(precision: Tensor, transition_sd: float) -> Tensor:
+    """(Λ⁻¹ + q² I)⁻¹ = (I + q² Λ)⁻¹ Λ, which is Λ itself without wandering."""
+    if not transition_sd:
+        return precision
+    eye = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)
+    wandered = torch.linalg.solve(eye + transition_sd**2 * precision, precision)
+    return (wandered + wandered.mT) / 2
+
+
+def _moments(
+    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Value, outputs, mean score (..., P), and the Fisher or the curvature given (..., P, P)."""
+    if curvature is not None:
+        value, outputs, grads = value_and_grad(log_joint)(params, batch)
+        return value, outputs, ravel(grads), curvature(params, batch)
+    value, outputs, score = scores(log_joint, params, batch)
+    rows = score[THETA] if is_matrix(params) else torch.vmap(ravel)(score)  # (..., B, P)
+    fisher = rows.mT @ rows / rows.shape[-2]
+    return value.mean(1 if is_matrix(params) else 0), outputs, rows.mean(-2), fisher

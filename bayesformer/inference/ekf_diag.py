@@ -1,0 +1,96 @@
+"""The extended Kalman filter with a diagonal Gaussian."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.core.vectors import blank, is_matrix, normal_like, value_and_grad
+from bayesformer.inference.ekf_common import Curvature, check_settings, examples, scores
+
+
+class EKFDiagState(NamedTuple):
+    """N(params, 1 / precision)."""
+
+    params: Params  # the mean
+    precision: Params  # in the shapes of the mean
+    log_joint: Tensor  # () or (L,), of the last batch before it was absorbed
+
+
+def build(
+    log_joint: LogJoint,
+    lr: float | None = None,
+    transition_sd: float = 0.0,
+    *,
+    sd: float = 1.0,
+    curvature: Curvature | None = None,
+) -> Transform:
+    """Predict and correct, weight by weight, with the squared score as curvature.
+
+        ρ ← ρ / (1 + q² ρ)                           weights wander with sd q between batches
+        ρ ← ρ + η mean_n s_n²                        s_n = ∇ log p(y_n | x_n, μ)
+        μ ← μ + η mean_n s_n / ρ
+
+    Duffield et al. (2024), `posteriors`, written in precisions ρ. `lr` is η: the batch size B is the
+    untempered Bayes update, and None takes it from each batch, so a short last batch counts as what it is; B/τ
+    tempers it. The empirical Fisher is right only on average and at the true weights; `curvature(params, batch)`
+    replaces it by minus the diagonal of the mean Hessian, in the shapes of the parameters.
+
+    Known exactly: with q = 0 no precision ever falls. On linear regression with orthogonal inputs and the exact
+    curvature this is the Kalman filter: after the last batch, the posterior.
+    """
+    check_settings(lr, transition_sd, sd)
+    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature)
+    return Transform(partial(init, sd=sd), step)
+
+
+def init(params: Params, *, sd: float = 1.0) -> EKFDiagState:
+    """The prior N(params, sd²)."""
+    mean = {k: p.clone() for k, p in params.items()}
+    return EKFDiagState(mean, {k: torch.full_like(p, sd**-2) for k, p in params.items()}, blank(params))
+
+
+def update(
+    state: EKFDiagState,
+    batch: Batch,
+    inplace: bool = False,
+    *,
+    log_joint: LogJoint,
+    lr: float | None = None,
+    transition_sd: float = 0.0,
+    curvature: Curvature | None = None,
+) -> tuple[EKFDiagState, Tensor]:
+    """Absorb one batch; the second value is its outputs under the mean before."""
+    value, outputs, grad, square = _moments(state.params, batch, log_joint, curvature)
+    rate = lr or float(examples(state.params, batch))
+    precision = {k: r / (1 + transition_sd**2 * r) if transition_sd else r for k, r in state.precision.items()}
+    if inplace:
+        for k, p in state.params.items():
+            state.precision[k].copy_(precision[k]).add_(square[k], alpha=rate)
+            p.addcdiv_(grad[k], state.precision[k], value=rate)
+        return EKFDiagState(state.params, state.precision, value), outputs
+    precision = {k: r + rate * square[k] for k, r in precision.items()}
+    mean = {k: p + rate * grad[k] / precision[k] for k, p in state.params.items()}
+    return EKFDiagState(mean, precision, value), outputs
+
+
+def sample(state: EKFDiagState) -> Params:
+    """One draw of the weights (of each member): μ + ε / √ρ."""
+    return {k: p + normal_like(p) * state.precision[k].rsqrt() for k, p in state.params.items()}
+
+
+def _moments(
+    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None
+) -> tuple[Tensor, Tensor, Params, Params]:
+    """Value, outputs, mean score, and mean squared score or the curvature given."""
+    if curvature is not None:
+        value, outputs, grad = value_and_grad(log_joint)(params, batch)
+        return value, outputs, grad, curvature(params, batch)
+    value, outputs, score = scores(log_joint, params, batch)
+    axis = 1 if is_matrix(params) else 0
+    grad = {k: s.mean(axis) for k, s in score.items()}
+    return value.mean(axis), outputs, grad, {k: s.square().mean(axis) for k, s in score.items()}

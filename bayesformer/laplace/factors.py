@@ -1,0 +1,91 @@
+"""Sums of outer products Σ x xᵀ, kept whole, as a diagonal, or as a sketch from which the top comes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.seeds import generator
+
+OVERSAMPLING = 16
+
+
+class Factor(Protocol):
+    """A running sum of x xᵀ over rows x."""
+
+    def add(self, rows: Tensor) -> None:
+        """(M, n): rows to add."""
+        ...
+
+    def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Eigenvalues (k,) and vectors (n, k) of scale · Σ x xᵀ; None for the identity."""
+        ...
+
+
+class DenseFactor:
+    """The sum (n, n)."""
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.total = like.new_zeros(size, size)
+
+    def add(self, rows: Tensor) -> None:
+        """One product."""
+        self.total.addmm_(rows.mT, rows)
+
+    def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
+        """By eigh in float64, cut off at 0."""
+        values, vectors = torch.linalg.eigh(scale * self.total.double())
+        return values.clamp_min(0).to(self.total.dtype), vectors.to(self.total.dtype)
+
+
+class DiagonalFactor:
+    """The diagonal (n,) of the sum."""
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        self.total = like.new_zeros(size)
+
+    def add(self, rows: Tensor) -> None:
+        """Squares."""
+        self.total += rows.square().sum(0)
+
+    def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
+        """As they are."""
+        return scale * self.total, None
+
+
+class SketchFactor:
+    """The top `rank` eigenpairs of the sum from one pass, by the Nyström method: memory n · (rank + 16).
+
+        Y = Σ x (xᵀ Ω),   Σ x xᵀ ≈ Y (Ωᵀ Y)⁻¹ Yᵀ
+
+    with Ω random orthonormal columns (Tropp et al. 2017, algorithm 3: shifted for stability). Exact where the sum
+    has no more than rank + 16 directions.
+    """
+
+    def __init__(self, size: int, like: Tensor, rank: int) -> None:
+        columns = min(size, rank + OVERSAMPLING)
+        noise = torch.randn(size, columns, generator=generator(0, "sketch", size), dtype=torch.float64)
+        self.rank = rank
+        self.test = torch.linalg.qr(noise)[0].to(like)
+        self.image = torch.zeros_like(self.test)
+
+    def add(self, rows: Tensor) -> None:
+        """Two thin products."""
+        self.image += rows.mT @ (rows @ self.test)
+
+    def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
+        """The best `rank` of the approximation."""
+        test, image = self.test.double(), scale * self.image.double()
+        shift = torch.finfo(self.image.dtype).eps * image.norm()
+        if shift == 0:
+            return self.image.new_zeros(self.rank), self.test[:, : self.rank]
+        image = image + shift * test
+        inner = test.mT @ image
+        values, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
+        # A pseudo-inverse root: directions below rounding carry nothing.
+        root = vectors * values.clamp_min(shift).rsqrt()
+        left, singular, _ = torch.linalg.svd(image @ root, full_matrices=False)
+        found = (singular.square() - shift).clamp_min(0)[: self.rank]
+        return found.to(self.image.dtype), left[:, : self.rank].to(self.image.dtype)

@@ -1,0 +1,261 @@
+"""Kronecker-factored curvature (KFAC) of every matrix, and exact blocks for the small vectors beside them.
+
+A matrix W (out, in) used at R positions, with inputs a and gradients g there, has H ≈ B ⊗ A. Eschenhagen et al. (2023):
+
+    expand   A = 1/(N R) Σ_{n,r} a aᵀ,   B = Σ_{n,r} g gᵀ      exact for linear nets with a loss at every position
+    reduce   A = 1/N Σ_n ā āᵀ,           B = Σ_n ĝ ĝᵀ          ā the mean and ĝ the sum over positions; exact for
+                                                               linear nets whose positions are pooled
+
+A is a mean and B a sum over data and columns, whatever the minibatches. Padding is left out of A and of its counts;
+its g is 0 by itself. An embedding has one-hot inputs, so A is the vector of token frequencies (always as in expand).
+
+Keys of an attention are an exception we make to reduce: adding the same to all keys of a query changes nothing, so
+ĝ = 0 and reduce would say that nothing is known of them. Outputs whose gradients cancel over positions are expanded,
+in a block of their own where the others of a packed weight are not.
+
+Biases, gains, positions and class tokens get their exact block, dense up to `SMALL` numbers and diagonal above; so do
+parameters that are no single matrix (tied to an embedding, or used in a way without a rule). A factor longer
+than `LARGE` (a vocabulary) is kept by its top eigenpairs, or as a diagonal.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bayesformer.jacobians.site_groups import Family, families
+from bayesformer.laplace.diagonal_curvature import squares
+from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
+from bayesformer.laplace.passes import Look, Piece, Sweep, per_token
+from bayesformer.laplace.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature
+from bayesformer.laws.blocks import Structure
+
+SMALL, LARGE = 1024, 4096
+
+Approximation = Literal["expand", "reduce"]
+Large = Literal["low_rank", "diagonal"]
+
+
+def fit(
+    sweep: Sweep, approximation: Approximation | None = None, large: Large = "low_rank", rank: int = 64
+) -> list[Piece]:
+    """A block per matrix and per vector."""
+    members: dict[tuple[str, int], list[Member]] = {}
+
+    def add(look: Look) -> None:
+        reduce = not per_token(sweep.likelihood, look.outputs) if approximation is None else approximation == "reduce"
+        own = _units(families(look.sites))
+        if not set(own) <= set(members):
+            trial = look.trial()
+            for key, unit in own.items():
+                if key not in members:
+                    members[key] = _members(sweep, unit, trial, reduce, large, rank)
+        for key, unit in own.items():
+            for member in members[key]:
+                member.forward(unit, look)
+        for gradients in look.gradients():
+            for key, unit in own.items():
+                for member in members[key]:
+                    member.backward(unit, gradients)
+
+    sweep.each(add)
+    return _pieces(sweep, members)
+
+
+def _units(found: list[Family]) -> dict[tuple[str, int], list[Family]]:
+    """Matrices and tables one by one, by name and start; all families of any other parameter together."""
+    others = {family.name for family in found if family.kind not in {"linear", "embedding"}}
+    units: dict[tuple[str, int], list[Family]] = {}
+    for family in found:
+        start = 0 if family.name in others else family.stretch.start
+        units.setdefault((family.name, start), []).append(family)
+    return units
+
+
+def _members(
+    sweep: Sweep, unit: list[Family], trial: list[Tensor], reduce: bool, large: Large, rank: int
+) -> list[Member]:
+    like, first = sweep.zeros(0), unit[0]
+    if len(unit) == 1 and first.kind == "linear":
+        runs = _runs(first.gradient(first.pick(trial), "linear"), reduce)
+        return [Matrix(first, rows, pooled, like, large, rank) for rows, pooled in runs]
+    if len(unit) == 1 and first.kind == "embedding":
+        return [Table(first, like)]
+    size = sweep.size(first.name)
+    return [Small(size, like) if size <= SMALL else Vector(size, like)]
+
+
+def _runs(g: Tensor, reduce: bool) -> list[tuple[slice, bool]]:
+    """Neighbouring outputs to treat alike, and whether by reduce. Cancelling lies in the model, not in the data."""
+    if not reduce or g.shape[2] == 1:
+        return [(slice(0, g.shape[-1]), reduce)]
+    summed, spread = g.sum(2).square().sum((0, 1)), g.square().sum((0, 1, 2))
+    cancels = ((summed <= torch.finfo(g.dtype).eps * spread) & (spread > 0)).tolist()
+    ends = [0, *(i for i in range(1, len(cancels)) if cancels[i] != cancels[i - 1]), len(cancels)]
+    return [(slice(a, b), not cancels[a]) for a, b in pairwise(ends)]
+
+
+def _factor(size: int, like: Tensor, large: Large, rank: int) -> Factor:
+    if size <= LARGE:
+        return DenseFactor(size, like)
+    return SketchFactor(size, like, rank) if large == "low_rank" else DiagonalFactor(size, like)
+
+
+class Member:
+    """What is summed up for some weights of one parameter."""
+
+    def __init__(self, stretch: slice) -> None:
+        self.stretch = stretch
+
+    def places(self) -> Tensor:
+        """Its weights in the flat parameter, in order."""
+        return torch.arange(self.stretch.start, self.stretch.stop)
+
+    def forward(self, unit: list[Family], look: Look) -> None:
+        """Once per minibatch."""
+
+    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+        """Once per column."""
+        raise NotImplementedError
+
+    def structure(self) -> Structure:
+        """The result."""
+        raise NotImplementedError
+
+
+class Matrix(Member):
+    """B ⊗ A of the outputs `rows`."""
+
+    def __init__(self, family: Family, rows: slice, reduce: bool, like: Tensor, large: Large, rank: int) -> None:
+        super().__init__(family.stretch)
+        self.rows, self.reduce, self.count = rows, reduce, 0
+        self.turned = bool(family.sites[0].turned)  # type: ignore[attr-defined]
+        self.inputs = family.inputs().shape[-1]
+        self.inner = _factor(self.inputs, like, large, rank)
+        self.outer = _factor(rows.stop - rows.start, like, large, rank)
+
+    def places(self) -> Tensor:
+        """Its rows of W, or columns of Wᵀ."""
+        whole = super().places()
+        if self.turned:
+            return whole.view(self.inputs, -1)[:, self.rows].flatten()
+        return whole.view(-1, self.inputs)[self.rows].flatten()
+
+    def forward(self, unit: list[Family], look: Look) -> None:
+        """A."""
+        a = unit[0].inputs()  # (B, R, in)
+        kept = look.valid if look.valid is not None and look.valid.shape == a.shape[:2] else None
+        if self.reduce:
+            self.count += len(a)
+            if kept is None:
+                self.inner.add(a.mean(1))
+            else:
+                self.inner.add((a * kept.unsqueeze(-1)).sum(1) / kept.sum(1, keepdim=True).clamp_min(1))
+        else:
+            rows = a.flatten(0, 1) if kept is None else a[kept]
+            self.count += len(rows)
+            self.inner.add(rows)
+
+    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+        """B."""
+        g = unit[0].gradient(unit[0].pick(gradients), "linear")[..., self.rows]
+        self.outer.add(g.sum(2).flatten(0, 1) if self.reduce else g.flatten(0, 2))
+
+    def structure(self) -> KroneckerCurvature:
+        """By eigenpairs; the first factor is that of the parameter's first axis."""
+        outer, inner = self.outer.pairs(1.0), self.inner.pairs(1 / max(self.count, 1))
+        first, second = (inner, outer) if self.turned else (outer, inner)
+        return KroneckerCurvature(first[0], second[0], first[1], second[1])
+
+
+class Table(Member):
+    """diag(frequencies) ⊗ B of an embedding (V, D)."""
+
+    def __init__(self, family: Family, like: Tensor) -> None:
+        super().__init__(family.stretch)
+        vocabulary, width = family.sites[0].part.shape
+        self.frequencies, self.outer = like.new_zeros(vocabulary), DenseFactor(width, like)
+
+    def forward(self, unit: list[Family], look: Look) -> None:
+        """Counts of tokens."""
+        tokens = unit[0].tokens()
+        kept = tokens[look.valid] if look.valid is not None and look.valid.shape == tokens.shape else tokens.flatten()
+        for site in unit[0].sites:
+            if site.padding is not None:  # type: ignore[attr-defined]
+                kept = kept[kept != site.padding]  # type: ignore[attr-defined]
+        self.frequencies += kept.bincount(minlength=len(self.frequencies))
+
+    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+        """B."""
+        self.outer.add(unit[0].gradient(unit[0].pick(gradients), "embedding").flatten(0, 2))
+
+    def structure(self) -> KroneckerCurvature:
+        """The vector of frequencies needs no eigenvectors."""
+        values, vectors = self.outer.pairs(1.0)
+        return KroneckerCurvature(self.frequencies / self.frequencies.sum().clamp_min(1), values, None, vectors)
+
+
+class Small(Member):
+    """The exact block of a whole parameter, dense."""
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        super().__init__(slice(0, size))
+        self.factor = DenseFactor(size, like)
+
+    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+        """Each example's gradient."""
+        parts = [(family.stretch, family.per_example(family.pick(gradients)).flatten(0, 1)) for family in unit]
+        if parts[0][0] == self.stretch:
+            self.factor.add(parts[0][1])
+            return
+        rows = parts[0][1].new_zeros(len(parts[0][1]), self.stretch.stop)
+        for stretch, values in parts:
+            rows[:, stretch] = values
+        self.factor.add(rows)
+
+    def structure(self) -> DenseCurvature:
+        """The matrix."""
+        return DenseCurvature(self.factor.total)
+
+
+class Vector(Member):
+    """The exact diagonal of a whole parameter."""
+
+    def __init__(self, size: int, like: Tensor) -> None:
+        super().__init__(slice(0, size))
+        self.total = like.new_zeros(size)
+
+    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+        """Squares."""
+        for family in unit:
+            self.total[family.stretch] += squares(family, family.pick(gradients))
+
+    def structure(self) -> DiagonalCurvature:
+        """The vector."""
+        return DiagonalCurvature(self.total)
+
+
+def _pieces(sweep: Sweep, members: dict[tuple[str, int], list[Member]]) -> list[Piece]:
+    """In the order of the flat vector, with zeros for what no pass has used: the prior alone speaks there."""
+    pieces = []
+    for name in sweep.names:
+        own = [member for (other, _), group in members.items() if other == name for member in group]
+        found = [(member.places(), member.structure()) for member in own]
+        unused = torch.ones(sweep.size(name), dtype=torch.bool)
+        for places, _ in found:
+            unused[places] = False
+        if unused.any():
+            rest = unused.nonzero().flatten()
+            found.append((rest, DiagonalCurvature(sweep.zeros(len(rest)))))
+        for places, structure in sorted(found, key=lambda item: int(item[0][0])):
+            pieces.append(Piece((name,), _simple(places + sweep.starts[name]), structure))
+    return pieces
+
+
+def _simple(places: Tensor) -> slice | Tensor:
+    """A slice where it is one."""
+    start, stop = int(places[0]), int(places[-1]) + 1
+    return slice(start, stop) if stop - start == len(places) else places

@@ -1,0 +1,1 @@
+"""Laws over the vector of inferred weights: draws that were made, and Gaussians of blocks to draw from."""

@@ -1,0 +1,292 @@
+"""From a Gaussian over weights and the Jacobian of some outputs to roots W of their covariance: V = Σ W Wᵀ.
+
+The Jacobian comes one parameter at a time, for C outputs of each of B examples, in the form its layer gives it in. A
+covariance block is applied there and then, so that no more than one layer's share is ever in memory, except for
+blocks that span several parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bayesformer.jacobians.sites import ElementSite, EmbeddingSite, LinearSite, Site
+from bayesformer.laws.blocks import Block, Dense, Diagonal, Kronecker, LowRank
+from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Weights
+from bayesformer.network import Layout
+
+STRIP = 128  # columns of a triangular matrix at a time: fewer multiply fewer zeros, but do it more slowly
+SHORT = 256  # numbers of a vector that is handled together with others
+CACHE = 2**19  # numbers handled at once: a Jacobian and what it is computed from should not leave the cache
+
+Uses: TypeAlias = dict[str, list[tuple[Site, Tensor]]]
+"""The sites of each parameter in a pass, with the slopes there."""
+
+
+SIMPLE = Diagonal | Dense
+
+Roots: TypeAlias = Iterator[tuple[slice, Tensor]]
+"""Some examples, and J times a root of Σ for them, (b, C, q): the Gram matrices of these are J Σ Jᵀ."""
+
+
+def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) -> Roots:
+    """Of a weight used at R positions, G = Σ_r g_r a_rᵀ.
+
+    For a Kronecker block in its eigenbases, as for a diagonal one, Σ is a product with 1 / D.
+    """
+    inputs, basis = site.inputs, None
+    width = block.size + slopes[0, 0].numel()  # a product and its rows
+    if isinstance(block, Kronecker) and block.complete:
+        basis, other = block.out_vectors, block.in_vectors
+        scale = block.precisions.rsqrt()
+        if site.turned:
+            basis, other, scale = other, basis, scale.mT
+        inputs = inputs if other is None else inputs @ other
+    elif isinstance(block, Diagonal):
+        shape = slopes.shape[-1], inputs.shape[-1]
+        scale = block.variance.sqrt()
+        scale = scale.view(shape[::-1]).mT if site.turned else scale.view(shape)
+    else:
+        for some in _few(slopes, width, joint):
+            matrices = _products(slopes[:, some], inputs[some])
+            yield some, times_root(block, (matrices.mT if site.turned else matrices).flatten(-2))
+        return
+    products = _products
+    if basis is not None and slopes.shape[2] > inputs.shape[-1]:  # fewer rows to turn after the product than before
+        products, scale = _turned_products, scale.mT.contiguous()
+    for some in _few(slopes, width, joint):
+        yield some, products(slopes[:, some], inputs[some], basis).mul_(scale).flatten(-2)
+
+
+def _products(slopes: Tensor, inputs: Tensor, basis: Tensor | None = None) -> Tensor:
+    """(C, b, R, out), (b, R, in) -> (b, C, out, in): Σ_r g_r a_rᵀ, the slopes in another basis (out, out) first."""
+    columns, batch, positions, out = slopes.shape
+    if positions == 1:  # an outer product, not a matrix product of inner size 1
+        rows = slopes.squeeze(2).transpose(0, 1)
+        return (rows if basis is None else rows @ basis).unsqueeze(-1) * inputs.unsqueeze(1)
+    rows = slopes.permute(1, 2, 0, 3).reshape(-1, out)  # copied in long rows, turned for free
+    rows = rows if basis is None else rows @ basis
+    return (rows.view(batch, positions, -1).mT @ inputs).view(batch, columns, out, -1)
+
+
+def _turned_products(slopes: Tensor, inputs: Tensor, basis: Tensor | None = None) -> Tensor:
+    """The same as (b, C, in, out), in the other basis only after the sum."""
+    columns, batch, positions, out = slopes.shape
+    rows = slopes.permute(1, 2, 0, 3).reshape(batch, positions, -1)
+    sums = (inputs.mT @ rows).view(-1, out)
+    sums = sums if basis is None else sums @ basis
+    return sums.view(batch, -1, columns, out).transpose(1, 2).contiguous()
+
+
+def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
+    """Of an embedding table, whose rows are 0 but for the tokens that occur.
+
+    A token that occurs often has its slopes summed where it first occurs; the rest of the table is left out.
+    """
+    tokens, count = site.tokens, site.part.shape[0]
+    if isinstance(block, Diagonal):
+        scale = block.variance.view(count, -1).sqrt()[tokens]
+    elif isinstance(block, Kronecker) and block.complete and block.out_vectors is None:
+        slopes = slopes if block.in_vectors is None else slopes @ block.in_vectors
+        scale = block.precisions.rsqrt()[tokens]
+    else:
+        yield from row_roots(site, slopes, block, joint=False)
+        return
+    same = tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # (B, R, R)
+    first = ~same.tril(-1).any(-1)
+    summed = same.to(slopes) @ slopes
+    yield slice(0, len(tokens)), (summed * (scale * first.unsqueeze(-1))).transpose(0, 1).flatten(-2)
+
+
+def row_roots(site: Site, slopes: Tensor, block: Block, joint: bool) -> Roots:
+    """Of any parameter: every row of J times a root of Σ."""
+    for some in _few(slopes, block.size, joint):
+        yield some, times_root(block, site.values(slopes, some).transpose(0, 1))
+
+
+def short_roots(members: list[tuple[SIMPLE, Tensor]]) -> Roots:
+    """Of short vectors (biases, gains) from their rows of J, (C, B, p) each: alike ones together, since one by one they
+    cost more in calls than in sums."""
+    alike: dict[tuple[type, int], list[tuple[Any, Tensor]]] = defaultdict(list)
+    for block, rows in members:
+        alike[type(block), 0 if isinstance(block, Diagonal) else block.size].append((block, rows))
+    for (kind, _), group in alike.items():
+        blocks, each = [block for block, _ in group], [rows for _, rows in group]
+        if kind is Diagonal:
+            root = torch.cat(each, -1) * torch.cat([block.variance for block in blocks]).sqrt_()
+            yield slice(0, root.shape[1]), root.transpose(0, 1)
+        else:
+            tril = torch.stack([block.tril for block in blocks])
+            found = torch.bmm(torch.stack(each).flatten(1, 2), tril).view(-1, *each[0].shape)  # (n, C, B, p)
+            yield slice(0, found.shape[2]), found.permute(2, 1, 0, 3).flatten(2)
+
+
+def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) -> Roots:
+    """From `slopes` (C, B, ...) in a site's output, by the kind of the site.
+
+    `joint` keeps roots comparable between examples: the rows of a table that occur are not the same ones in each.
+    """
+    if isinstance(site, LinearSite):
+        return matrix_roots(site, slopes, block, joint)
+    if isinstance(site, EmbeddingSite) and not joint:
+        return table_roots(site, slopes, block)
+    return row_roots(site, slopes, block, joint)
+
+
+def times_root(block: Block, rows: Tensor) -> Tensor:
+    """Rows times L where Σ = L Lᵀ. `colour` multiplies by Lᵀ, the same where the root is symmetric."""
+    if isinstance(block, Dense):
+        return _times_tril(rows, block.tril)
+    if isinstance(block, LowRank):
+        white = rows * block.prior.rsqrt()
+        return white + ((white @ block.vectors) * ((1 + block.values).rsqrt() - 1)) @ block.vectors.mT
+    return block.colour(rows)
+
+
+def _times_tril(rows: Tensor, tril: Tensor) -> Tensor:
+    """Rows times L, some columns of it after another, which begin where their zeros end."""
+    flat, size = rows.reshape(-1, len(tril)), len(tril)
+    strips = [flat[:, i:] @ tril[i:, i : i + STRIP] for i in range(0, size, STRIP)]
+    return (strips[0] if len(strips) == 1 else torch.cat(strips, -1)).view(*rows.shape[:-1], size)
+
+
+class Piece(NamedTuple):
+    """A block and where its weights lie."""
+
+    block: Block
+    names: tuple[str, ...]  # the parameters it touches
+    columns: slice | Tensor  # (p,): its weights among those of these parameters, one after another
+    stretch: slice | None  # in the flat vector, if they lie in one stretch
+    whole: bool  # these parameters and nothing else, in their own order
+
+
+class Spread:
+    """The blocks of a Gaussian over weights, ready to meet the sites of a forward pass."""
+
+    def __init__(self, layout: Layout, weights: Weights) -> None:
+        if not isinstance(weights, GaussianWeights | BlockGaussian):
+            raise ValueError(
+                f"weights must follow a Gaussian to be linearised; got {type(weights).__name__}. "
+                "Use predictive='sampled'."
+            )
+        self.layout, self.places = layout, _places(layout)
+        self.pieces: list[Piece] = []
+        self.factor: dict[str, Tensor] = {}
+        if isinstance(weights, BlockGaussian):
+            for place, block in zip(weights.places, weights.blocks, strict=True):
+                self.pieces.append(self._piece(place, block))
+        else:
+            self._take_apart(weights)
+
+    def _piece(self, place: slice | Tensor, block: Block) -> Piece:
+        size = self.layout.size
+        where = range(*place.indices(size)) if isinstance(place, slice) else torch.arange(size)[place.cpu()]
+        if len(where) != block.size:
+            raise ValueError(f"places must be as many as a block has weights, {block.size}; got {len(where)}.")
+        return self._stretch(where, block) if isinstance(where, range) else self._scattered(where, block)
+
+    def _stretch(self, where: range, block: Block) -> Piece:
+        """Neighbours: nothing as long as the vector of weights is made, which may be a vocabulary's."""
+        names = tuple(n for n, s in self.places.items() if s.start < where.stop and where.start < s.stop)
+        first, last = self.places[names[0]].start, self.places[names[-1]].stop
+        whole = (where.start, where.stop) == (first, last)
+        columns = slice(where.start - first, where.stop - first)
+        return Piece(block, names, columns, slice(where.start, where.stop), whole)
+
+    def _scattered(self, where: Tensor, block: Block) -> Piece:
+        names = tuple(n for n, s in self.places.items() if bool(((where >= s.start) & (where < s.stop)).any()))
+        columns = torch.cat([torch.arange(self.places[n].start, self.places[n].stop) for n in names])
+        position = torch.zeros(self.layout.size, dtype=torch.int64)
+        position[columns] = torch.arange(len(columns))
+        start = int(where[0])
+        stretch = torch.equal(where, torch.arange(start, start + len(where)))
+        whole = torch.equal(where, columns)
+        return Piece(block, names, position[where], slice(start, start + len(where)) if stretch else None, whole)
+
+    def _take_apart(self, weights: GaussianWeights) -> None:
+        if weights.tril is not None:
+            self.pieces.append(self._piece(slice(0, self.layout.size), Dense(weights.tril)))
+        for name, place in self.places.items():
+            if weights.sd is not None and bool(weights.sd[place].any()):
+                self.pieces.append(self._piece(place, Diagonal(weights.sd[place].square())))
+            if weights.factor is not None and bool(weights.factor[:, place].any()):
+                self.factor[name] = weights.factor[:, place].mT
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that have any spread."""
+        found = {name for piece in self.pieces for name in piece.names} | set(self.factor)
+        return tuple(name for name in self.places if name in found)
+
+    def roots(self, sites: Sequence[Site], slopes: Sequence[Tensor], joint: bool = False) -> Roots:
+        """Roots of all pieces one after another; `slopes` from backpropagation.
+
+        With `joint` all examples come at once, and their roots are those of one covariance over all of them.
+        """
+        uses: Uses = defaultdict(list)
+        for site, slope in zip(sites, slopes, strict=True):
+            uses[site.name].append((site, slope))
+        short: list[tuple[SIMPLE, Tensor]] = []
+        for piece in self.pieces:
+            used = [use for name in piece.names for use in uses[name]]
+            if not used:
+                continue  # a parameter that this pass did not use has a Jacobian of 0
+            (site, slope), block = used[0], piece.block
+            if len(used) > 1 or piece.stretch is None or self.stretch(site) != piece.stretch:
+                for some in _few(slope, block.size, joint):
+                    rows = torch.cat([self._rows(name, uses[name], slope, some) for name in piece.names], -1)
+                    yield some, times_root(block, rows[..., _on(piece.columns, rows)])
+            elif not joint and isinstance(site, ElementSite) and isinstance(block, SIMPLE) and block.size <= SHORT:
+                short.append((block, site.values(slope)))
+            else:
+                yield from site_roots(site, slope, block, joint)
+        yield from short_roots(short)
+        yield from self._factor_roots(uses, joint)
+
+    def _factor_roots(self, uses: Uses, joint: bool) -> Roots:
+        used = [use for name in self.factor for use in uses[name]]
+        if used:
+            for some in _few(used[0][1], self.layout.size, joint):
+                parts = [self._rows(name, uses[name], used[0][1], some) @ f for name, f in self.factor.items()]
+                yield some, sum(parts[1:], parts[0])
+
+    def stretch(self, site: Site) -> slice | None:
+        """Where the weights of a site lie in the flat vector, if in one stretch."""
+        ends, start = site.part.ends, self.places[site.name].start
+        return None if ends is None else slice(start + ends[0], start + ends[1])
+
+    def _rows(self, name: str, uses: list[tuple[Site, Tensor]], like: Tensor, some: slice) -> Tensor:
+        """(b, C, p): the Jacobian of a parameter for some examples, summed over its uses."""
+        if not uses:
+            place, few = self.places[name], like[0, some]
+            return like.new_zeros(len(few), len(like), place.stop - place.start)
+        rows = [site.per_example(slope, some).flatten(2) for site, slope in uses]
+        return sum(rows[1:], rows[0]).transpose(0, 1)
+
+
+def _on(columns: slice | Tensor, like: Tensor) -> slice | Tensor:
+    return columns.to(like.device) if isinstance(columns, Tensor) else columns
+
+
+def _few(slopes: Tensor, width: int, joint: bool) -> Iterator[slice]:
+    """Examples so few that `width` numbers of each column stay in the cache; or all."""
+    columns, batch = slopes.shape[:2]
+    size = batch if joint else max(1, CACHE // (columns * width))
+    return (slice(start, start + size) for start in range(0, batch, size))
+
+
+def gram(root: Tensor, width: int) -> Tensor:
+    """(b, S, K, K): W Wᵀ among the K = `width` outputs of each position, from (b, S · K, q)."""
+    grouped = root.reshape(-1, width, root.shape[-1])
+    return (grouped @ grouped.mT).view(len(root), -1, width, width)
+
+
+def _places(layout: Layout) -> dict[str, slice]:
+    starts = [0]
+    for size in layout.sizes:
+        starts.append(starts[-1] + size)
+    return {name: slice(a, b) for name, a, b in zip(layout.names, starts, starts[1:], strict=False)}

@@ -1,0 +1,1 @@
+"""Training: the objective, the one loop, its checkpoints, and many members of one method."""
