@@ -1,57 +1,66 @@
-"""A posterior: a model, a likelihood and a law of the weights. Ask it with `predict`, keep it with `save`."""
+"""A posterior: a model, a likelihood and a law over the weights. Ask it with `predict`, keep it with `save`."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bayesformer import likelihoods
 from bayesformer.attention import AttentionMap, MapRecorder, families
-from bayesformer.core.errors import DamagedFileError, unknown_name
-from bayesformer.core.progress import Reporter, Silent
-from bayesformer.core.storage import checksum, read_json, read_tensors, write_json, write_tensors
+from bayesformer.core.pool import Pool
+from bayesformer.core.seeds import stream
+from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, Inputs, Outputs, Params
-from bayesformer.dataset import check_inputs, first_tensor, map_inputs
-from bayesformer.dropout import dropout_sites
-from bayesformer.engine import Strategy
-from bayesformer.laws.weights import Samples, Weights, from_tensors
+from bayesformer.data import as_inputs
+from bayesformer.data.inputs import inputs_to, leaves
+from bayesformer.data.unlabelled import InputBatches
+from bayesformer.layers.preparation import Preparation
+from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.likelihoods import Likelihood, links
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import Predictive
-from bayesformer.network import FlatModel, Layout, device_of
+from bayesformer.model.shell import Shell
+from bayesformer.model.skeleton import Skeleton, shadow
+from bayesformer.model.space import Space
+from bayesformer.predict import saving
+from bayesformer.predict.assemble import PASS_NUMBERS, Convert, assemble, rounds_of, tensors_of
 from bayesformer.predict.linearised import Linearised
-from bayesformer.predict.sampled import PredictTask, sampled_outputs
-from bayesformer.version import __version__
+from bayesformer.predict.sampled import DrawPlan, Sampler
+from bayesformer.predict.ways import Way, check_way
 
-Way: TypeAlias = Literal["sampled", "linearised", "streamlined"]
-"""From weights to outputs: a forward pass per draw of the weights; the network made linear in its weights, whose
-outputs are Gaussian; or moments carried through one forward pass."""
-WAYS: tuple[str, ...] = get_args(Way)
-
-FORMAT = 1
-TENSORS, FACTS = "posterior.safetensors", "posterior.json"
+FEW = 2  # examples of a trial pass
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """A law over a model's trainable weights, and how it was made.
+    """A law over a model's inferred weights, and how it was made.
 
-    With `noisy_draws`, the one set of weights is a network that is itself random (dropout stays on, weights are
-    drawn inside), and every forward pass is a draw; otherwise draws come from `weights`. A model with stochastic
-    attention draws it too in the pass of every draw of the weights; Gaussian outputs are those of mean attention.
+    It is a value: any number of threads may ask it at once, and the model that it was made from is never changed. With
+    `noisy_draws`, the one set of weights is a network that is itself random (dropout stays on, weights or attention are
+    drawn inside), and every forward pass is a draw; otherwise draws come from `law`. A model with stochastic attention
+    draws it too in the pass of every draw of the weights; Gaussian outputs are those of mean attention.
     """
 
     model: nn.Module
+    """the user's own"""
     likelihood: Likelihood
-    weights: Weights
+    law: Law
+    space: Space = None  # type: ignore[assignment]
+    """the inferred weights; by default those of the model that require a gradient"""
+    infer: tuple[str, ...] = ()
+    """names of the inferred weights in the user's model; by default those of `space`"""
+    preparation: Preparation = field(default_factory=Preparation)
+    """what is changed in the model before it is called"""
     noisy_draws: int = 0
+    dropout_rate: float | None = None
+    """rate of every dropout in noisy passes in place of the model's own; None keeps those"""
+    held: tuple[str, ...] = ()
+    """modules in evaluation mode in noisy passes"""
     default_draws: int = 30
     """draws that `predict` takes from a law that can give any number"""
     predictive: Way = "sampled"
@@ -59,268 +68,305 @@ class Posterior:
     link: Link | None = None
     """how it turns a Gaussian over outputs into probabilities; None is the likelihood's own way"""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """what is known of its making: method and settings, data fingerprint, N"""
-    known_layout: Layout | None = field(default=None, repr=False)
+    """what is known of its making: method and settings, data fingerprint, N, strategy, whether it converged"""
+    frozen: Params = field(default_factory=dict, repr=False)
+    """weights outside the space that no model holds: those that a building function drew at random"""
 
     def __post_init__(self) -> None:
-        size = self.layout.size
-        if self.weights.size != size:
-            raise ValueError(f"weights must have {size} numbers per draw for this model; got {self.weights.size}.")
+        if self.space is None:
+            object.__setattr__(self, "space", Space.of(self.model))
+        if not self.infer:
+            object.__setattr__(self, "infer", self.space.names)
+        if self.law.size != self.space.size:
+            raise ValueError(
+                f"law must have {self.space.size} numbers per draw for this model; got {self.law.size}."
+            )
         check_way(self.predictive)
         links.check_link(self.link)
 
     @cached_property
-    def layout(self) -> Layout:
-        """Where each parameter lies in a row of weights."""
-        return self.known_layout or Layout.of(self.model)
+    def skeleton(self) -> Skeleton:
+        """The prepared model, ready to make shells."""
+        with stream(0, "preparation"):  # what it draws is overwritten by the law
+            prepared = self.preparation(shadow(self.model, self.infer))
+        with torch.no_grad():
+            for name, value in self.frozen.items():
+                prepared.get_parameter(name).data = value
+        return Skeleton(prepared, self.space)
 
     @cached_property
-    def _network(self) -> FlatModel:
-        return FlatModel(self.model, gradients=False)
+    def shells(self) -> Pool[Shell]:
+        """Shells for sampling, one per thread at a time."""
+        return Pool(lambda: self.skeleton.shell(gradients=False))
+
+    @cached_property
+    def at_mean(self) -> Pool[Shell]:
+        """Shells with the weights at their mean, in evaluation mode, which can be differentiated."""
+        return Pool(self._mean_shell)
+
+    def _mean_shell(self) -> Shell:
+        shell = self.skeleton.shell()
+        shell.load(self.law.mean)
+        shell.load_buffers(buffers_of(self.law, 0))
+        shell.module.eval()
+        for parameter in shell.module.parameters():
+            parameter.grad = None
+        return shell
+
+    @cached_property
+    def _linearised(self) -> Pool[Linearised]:
+        return Pool(lambda: Linearised(self._mean_shell().module, self.space, self.law))
 
     @property
     def theta(self) -> Tensor:
         """(L, P): the draws that were made; for a Gaussian, its mean as one row."""
-        return self.weights.theta if isinstance(self.weights, Samples) else self.weights.mean[None]
+        return self.law.theta if isinstance(self.law, Samples) else self.law.mean[None]
 
     @property
     def draws(self) -> int:
         """Draws used by `predict` when none are asked for."""
-        return self.noisy_draws or self.weights.available or self.default_draws
+        return self.noisy_draws or self.law.available or self.default_draws
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.law.mean.device
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
-        count = (self.weights.available or self.default_draws) if draws is None else draws
-        self._check_draws(count, self.weights.available)
-        return self.layout.views(self.weights.rows(count, seed))
+        count = (self.law.available or self.default_draws) if draws is None else draws
+        self._check_draws(count, self.law.available)
+        return self.space.views(self.law.rows(count, seed))
 
     def module(self, draw: int = 0, seed: int = 0) -> nn.Module:
-        """A plain copy of the model with the weights of one draw."""
-        flat = FlatModel(self.model)
-        flat.load(self.weights.rows(draw + 1, seed)[draw])
-        flat.load_buffers({name: value[draw] for name, value in self.weights.buffers.items()})
-        flat.module.zero_grad(set_to_none=True)
-        return flat.module.eval()
+        """A plain copy of the model with the weights and buffers of one draw, in evaluation mode."""
+        return self.skeleton.plain(self.law.row(draw, seed), buffers_of(self.law, draw)).eval()
 
     def attention_maps(self, inputs: Inputs, draws: int | None = None, seed: int = 0) -> list[AttentionMap]:
         """Mean and spread of every attention map over the draws that `predict` makes, layer by layer."""
-        check_inputs(inputs, "inputs")
         count = self.draws if draws is None else draws
-        task = self._task(map_inputs(inputs, lambda x: x.to(self.weights.mean.device)), count, seed)
-        with MapRecorder(self._network.module) as recorder:
-            for draw in range(count):
-                recorder.begin()
-                task.single(draw, Silent())
-        return recorder.maps()
+        self._check_draws(count, None if self.noisy_draws else self.law.available)
+        batch = next(as_inputs(inputs, "inputs").in_order(2**62, self.device))
+        with self.shells.borrow() as shell:
+            sampler = Sampler(shell, self._plan(count, seed), count, batch, "looped")
+            with MapRecorder(shell.module) as recorder:
+                for draw in range(count):
+                    recorder.begin()
+                    sampler.one(draw, batch)
+                return recorder.maps()
 
     def outputs(
         self,
-        inputs: Inputs,
+        inputs: Any,
         draws: int | None = None,
         *,
         predictive: Way | None = None,
         seed: int = 0,
         batch_size: int | None = None,
         strategy: Strategy = "auto",
-        workers: int | None = None,
-        reporter: Reporter | None = None,
         settings: Any = None,
     ) -> Outputs:
         """Network outputs: under draws of the weights, (L, N, ...), or as a Gaussian over the outputs.
 
         Args:
-            inputs: what the model is called with.
+            inputs: what the model is called with, in any form that `fit` takes data in; labels are left out.
             draws: of the weights, for "sampled".
             predictive: "sampled", "linearised" or "streamlined"; the posterior's own way by default.
             seed: of the draws.
             batch_size: examples at a time.
-            strategy: how draws run, for "sampled": "auto" (measured), "looped", "batched" or "processes".
-            workers: processes that "processes" may use.
-            reporter: told of progress.
+            strategy: how draws run, for "sampled": "auto" (by the size of the problem), "looped" or "batched".
             settings: for "streamlined", a `bayesformer.predict.streamlined.Settings`.
         """
-        check_inputs(inputs, "inputs")
-        way = self.predictive if predictive is None else predictive
-        check_way(way)
-        device = self.weights.mean.device
-        size = batch_size or (64 if device.type == "cpu" else 1024)
-        inputs = map_inputs(inputs, lambda x: x.to(device))
+        way, data = self._way(predictive), as_inputs(inputs, "inputs")
         if way != "sampled":
-            return self._gaussian_outputs(way, inputs, size, settings)
-        count = self.draws if draws is None else draws
-        return Draws(sampled_outputs(self._task(inputs, count, seed, size), count, strategy, workers, reporter))
-
-    def _task(self, inputs: Inputs, count: int, seed: int, size: int | None = None) -> PredictTask:
-        """The work of predicting with `count` draws, `size` examples at a time or all."""
-        self._check_draws(count, None if self.noisy_draws else self.weights.available)
-        noisy = bool(self.noisy_draws)
-        rows = self.weights.rows(1 if noisy else count, seed)
-        attention = not noisy and count > 1 and bool(families(self.model))  # one draw alone is its mean attention
-        examples = len(first_tensor(inputs)) if size is None else size
-        return PredictTask(self._network, rows, self.weights.buffers, inputs, examples, noisy, seed, attention)
-
-    def _gaussian_outputs(self, way: Way, inputs: Inputs, batch_size: int, settings: Any) -> Outputs:
-        _check_gaussian(self, way)
-        if way == "linearised":
-            return self._linearised(inputs, batch_size)
-        from bayesformer.predict.streamlined import streamlined_outputs
-
-        return streamlined_outputs(self._at_mean, self.layout, self.weights, inputs, settings, batch_size)
-
-    @cached_property
-    def _at_mean(self) -> nn.Module:
-        """A private copy with the weights at their mean, in eval mode, which can be differentiated."""
-        flat = FlatModel(self.model)
-        flat.load(self.weights.mean)
-        flat.module.zero_grad(set_to_none=True)
-        return flat.module.eval()
-
-    @cached_property
-    def _linearised(self) -> Linearised:
-        return Linearised(self._at_mean, self.layout, self.weights)
+            return self._gaussian_outputs(way, data, self._batch_size(batch_size), settings)
+        found = self._sampled(data, draws, seed, batch_size, strategy, lambda outputs: {"values": outputs})
+        return Draws(found["values"])
 
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
-        check_inputs(inputs, "inputs")
         _check_gaussian(self, "linearised")
-        device = self.weights.mean.device
-        inputs = map_inputs(inputs, lambda x: x.to(device))
-        return self._linearised.joint(inputs)
+        batch = next(as_inputs(inputs, "inputs").in_order(2**62, self.device))
+        with self._linearised.borrow() as linearised:
+            return linearised.joint(batch)
 
     def predict(
         self,
-        inputs: Inputs,
+        inputs: Any,
         draws: int | None = None,
         *,
         predictive: Way | None = None,
         link: Link | None = None,
         seed: int = 0,
-        **options: Any,
+        batch_size: int | None = None,
+        strategy: Strategy = "auto",
+        settings: Any = None,
     ) -> Predictive:
-        """The predictive distribution; further options as for `outputs`.
+        """The predictive distribution; options as for `outputs`.
 
         With "sampled", `draws` counts draws of the weights. Otherwise outputs are Gaussian, `link` says how they
         become probabilities (see `likelihoods.links`), and `draws` counts draws of the outputs where that takes
-        draws: they cost no forward pass.
+        draws: they cost no forward pass. Beyond what is returned, memory holds the outputs of a few examples.
         """
-        way = self.predictive if predictive is None else predictive
-        found = self.outputs(inputs, draws, predictive=predictive, seed=seed, **options)
-        if way == "sampled":
-            return self.likelihood.predictive(found, link)
-        chosen = self.link if link is None else link
-        return self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
+        way = self._way(predictive)
+        if way != "sampled":
+            found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
+            chosen = self.link if link is None else link
+            return self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
+        kinds: list[type[Any]] = []
+        data = as_inputs(inputs, "inputs")
+        tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, kinds))
+        return kinds[0](**tensors)
+
+    def predict_batches(
+        self, inputs: Any, draws: int | None = None, *, link: Link | None = None, seed: int = 0, **options: Any
+    ) -> Iterator[Predictive]:
+        """Predictives of a few thousand examples at a time, in order: for data of any length in bounded memory.
+
+        Each is what `predict` says of those examples. Options as for `predict`; "sampled" only.
+        """
+        if self._way(options.pop("predictive", None)) != "sampled":
+            raise ValueError("predict_batches needs predictive='sampled'; use predict on parts of the data otherwise.")
+        kinds: list[type[Any]] = []
+        convert = self._converter(link, kinds)
+        data, size = as_inputs(inputs, "inputs"), options.pop("batch_size", None)
+        with self.shells.borrow() as shell:
+            sampler = self._sampler(shell, data, draws, seed, options.pop("strategy", "auto"))
+            for part in rounds_of(sampler, data.in_order(self._pass_size(sampler, data, size), self.device), convert):
+                yield kinds[0](**part)
+
+    def _converter(self, link: Link | None, kinds: list[type[Any]]) -> Convert:
+        def convert(outputs: Tensor) -> Params:
+            predictive = self.likelihood.predictive(Draws(outputs), link)
+            kinds[:] = [type(predictive)]
+            return tensors_of(predictive)
+
+        return convert
+
+    def _sampled(
+        self,
+        data: InputBatches,
+        draws: int | None,
+        seed: int,
+        batch_size: int | None,
+        strategy: Strategy,
+        convert: Convert,
+    ) -> Params:
+        with self.shells.borrow() as shell:
+            sampler = self._sampler(shell, data, draws, seed, strategy)
+            size = self._pass_size(sampler, data, batch_size)
+            return assemble(sampler, data.in_order(size, self.device), convert)
+
+    def _sampler(
+        self, shell: Shell, data: InputBatches, draws: int | None, seed: int, strategy: Strategy
+    ) -> Sampler:
+        count = self.draws if draws is None else draws
+        self._check_draws(count, None if self.noisy_draws else self.law.available)
+        self._check_base()
+        few = inputs_to(data.first(FEW), self.device)
+        return Sampler(shell, self._plan(count, seed), count, few, strategy, self._known)
+
+    def _plan(self, count: int, seed: int) -> DrawPlan:
+        noisy = bool(self.noisy_draws)
+        attention = not noisy and count > 1 and self._has_families  # one draw alone is its mean attention
+        return DrawPlan(self.law, noisy, attention, seed, self.dropout_rate, self.held)
+
+    @cached_property
+    def _has_families(self) -> bool:
+        with self.shells.borrow() as shell:
+            return bool(families(shell.module))
+
+    @cached_property
+    def _known(self) -> dict[Any, Any]:
+        """What trial passes have found, so that each is made once."""
+        return {}
+
+    def _pass_size(self, sampler: Sampler, data: InputBatches, wanted: int | None) -> int:
+        size = self._batch_size(wanted)
+        one = inputs_to(data.first(1), self.device)
+        key = ("numbers", *(tuple(x.shape[1:]) for x in leaves(one) if isinstance(x, Tensor)))
+        if key not in self._known:
+            self._known[key] = sampler.one(0, one).numel()
+        return max(1, min(size, PASS_NUMBERS // max(1, self._known[key])))
+
+    def _batch_size(self, given: int | None) -> int:
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise ValueError(f"batch_size must be a whole number, at least 1; got {given!r}.")
+        return given or (64 if self.device.type == "cpu" else 1024)
+
+    def _way(self, given: Way | None) -> Way:
+        way = self.predictive if given is None else given
+        check_way(way)
+        return way
+
+    def _check_base(self) -> None:
+        changed = self.skeleton.changed()
+        if changed is not None:
+            raise ValueError(
+                f"model must not be changed after the fit: {changed} was, and the posterior is one for the weights it "
+                "had. Fit again, or give fit a copy of the model."
+            )
+
+    def _gaussian_outputs(self, way: Way, data: InputBatches, batch_size: int, settings: Any) -> Outputs:
+        _check_gaussian(self, way)
+        self._check_base()
+        batches = data.in_order(batch_size, self.device)
+        if way == "linearised":
+            with self._linearised.borrow() as linearised:
+                return linearised.over(batches, data.num_data)
+        from bayesformer.predict.streamlined import streamlined_outputs
+
+        with self.at_mean.borrow() as shell:
+            return streamlined_outputs(shell.module, self.space, self.law, batches, settings)
+
+    @staticmethod
+    def _check_draws(count: int, available: int | None) -> None:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise ValueError(f"draws must be a whole number; got {count!r}.")
+        if count < 1 or (available is not None and count > available):
+            limit = "at least 1" if available is None else f"between 1 and {available}, the draws it has"
+            raise ValueError(f"draws must be {limit}; got {count}.")
 
     def save(self, folder: str | Path) -> Path:
         """Write `posterior.safetensors` and `posterior.json` to a folder."""
-        folder = Path(folder)
-        tensors = self.weights.tensors()
-        write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
-        facts = {
-            "format": FORMAT,
-            "bayesformer": __version__,
-            "torch": torch.__version__,
-            "likelihood": likelihoods.to_json(self.likelihood),
-            "noisy_draws": self.noisy_draws,
-            "default_draws": self.default_draws,
-            "predictive": self.predictive,
-            "link": self.link,
-            "dropout": [getattr(module, name) for module, name in dropout_sites(self.model)],
-            "names": list(self.layout.names),
-            "shapes": [list(shape) for shape in self.layout.shapes],
-            "frozen": frozen_fingerprint(dict(self.model.named_parameters())),
-            "checksum": checksum(tensors),
-            "facts": dict(self.facts),
-        }
-        # Last: a folder without it is a save that did not finish.
-        write_json(folder / FACTS, facts)
-        return folder
+        return saving.save(self, Path(folder))
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> Posterior:
         """A saved posterior over the weights of `model`, bit for bit as it was saved.
 
-        `model` gives the architecture and any frozen weights; it is not changed and its trainable weights are
-        not used. A file that is truncated, altered or was made for another model is refused.
+        `model` is the plain model: random weights, stochastic attention and dropout rates that belong to the posterior
+        are put in place by themselves. It gives the architecture and the frozen weights; it is not changed, and its
+        inferred weights are not used. A file that is truncated, altered or was made for another model is refused.
         """
-        folder = Path(folder)
-        saved = read_json(folder / FACTS, "posterior")
-        if saved.get("format") != FORMAT:
-            raise DamagedFileError(f"posterior {folder} must have format {FORMAT}; got {saved.get('format')!r}.")
-        tensors = read_tensors(folder / TENSORS, "posterior")
-        if checksum(tensors) != saved.get("checksum"):
-            raise DamagedFileError(f"posterior {folder / TENSORS} was altered: its checksum differs.")
-        layout = _check_same_model(saved, model, folder)
-        device = device_of(model)
-        if saved["noisy_draws"]:
-            model = _with_rates(model, saved["dropout"], folder)
-        return cls(
-            model=model,
-            likelihood=likelihoods.from_json(saved["likelihood"]),
-            weights=from_tensors({name: tensor.to(device) for name, tensor in tensors.items()}),
-            noisy_draws=saved["noisy_draws"],
-            default_draws=saved["default_draws"],
-            predictive=saved.get("predictive", "sampled"),  # files of before there was a choice
-            link=saved.get("link"),
-            facts=saved["facts"],
-            known_layout=layout,
+        return cls(**saving.load(Path(folder), model))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
+        return self  # a value: nothing that is asked of it changes it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # pools and trial results are made anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        name = self.facts.get("method", {}).get("name", type(self.law).__name__)
+        state = {False: "has not converged", True: "converged", None: "convergence unknown"}
+        settled = self.facts.get("converged") or [None]
+        verdict = state[False if False in settled else None if None in settled else True]
+        init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
+        return (
+            f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
+            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init})"
         )
-
-    @staticmethod
-    def _check_draws(count: int, available: int | None) -> None:
-        if count < 1 or (available is not None and count > available):
-            limit = "at least 1" if available is None else f"between 1 and {available}, the draws it has"
-            raise ValueError(f"draws must be {limit}; got {count}.")
-
-
-def check_way(way: str) -> None:
-    """Refuse a way to outputs that does not exist."""
-    if way not in WAYS:
-        raise unknown_name("predictive", way, WAYS)
 
 
 def _check_gaussian(posterior: Posterior, way: str) -> None:
-    if isinstance(posterior.weights, Samples):
-        what = "a random network" if posterior.noisy_draws else f"{posterior.weights.available} draws"
+    if not isinstance(posterior.law, GaussianLaw):
+        what = "a random network" if posterior.noisy_draws else f"{posterior.law.available} draws"
         raise ValueError(
             f"predictive={way!r} needs a posterior that is a Gaussian over the weights; this one is {what}. "
             "Use predictive='sampled'."
         )
-
-
-def _with_rates(model: nn.Module, rates: list[float], folder: Path) -> nn.Module:
-    """A copy with the dropout rates it was trained with: at others, the draws would be other draws."""
-    model = copy.deepcopy(model)
-    sites = dropout_sites(model)
-    if len(sites) != len(rates):
-        raise DamagedFileError(
-            f"posterior {folder} belongs to another model: it has {len(rates)} dropout sites in the file "
-            f"and {len(sites)} in the model."
-        )
-    for (module, name), rate in zip(sites, rates, strict=True):
-        setattr(module, name, rate)
-    return model
-
-
-def frozen_fingerprint(parameters: Mapping[str, nn.Parameter]) -> str:
-    """A hash of the weights that are not trained: draws for one base model are wrong on another."""
-    return checksum({name: p for name, p in parameters.items() if not p.requires_grad})
-
-
-def _check_same_model(saved: Mapping[str, Any], model: nn.Module, folder: Path) -> Layout:
-    parameters = dict(model.named_parameters())
-    layout = Layout.among(parameters)
-    if saved["names"] != list(layout.names) or saved["shapes"] != [list(shape) for shape in layout.shapes]:
-        raise DamagedFileError(f"posterior {folder} belongs to another model: {_first_difference(saved, layout)}.")
-    if saved["frozen"] != frozen_fingerprint(parameters):
-        raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
-    return layout
-
-
-def _first_difference(saved: Mapping[str, Any], layout: Layout) -> str:
-    theirs = {name: tuple(shape) for name, shape in zip(saved["names"], saved["shapes"], strict=True)}
-    ours = dict(zip(layout.names, layout.shapes, strict=True))
-    for name in [*theirs, *ours]:
-        if theirs.get(name) != ours.get(name):
-            there, here = theirs.get(name, "absent"), ours.get(name, "absent")
-            return f"parameter {name!r} is {there} in the file and {here} in the model"
-    return "its parameters are in another order"

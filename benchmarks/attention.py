@@ -30,7 +30,7 @@ from bayesformer.attention import (
 )
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import Batch, Draw, Inputs
-from bayesformer.laws.weights import Samples
+from bayesformer.laws import Samples
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.network import FlatModel, apply
 from bayesformer.posterior import Posterior

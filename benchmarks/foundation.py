@@ -15,7 +15,7 @@ from torch import nn
 from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.dataset import Data
 from bayesformer.inference import optimise
-from bayesformer.laws.weights import Samples
+from bayesformer.laws import Samples
 from bayesformer.methods import Ensemble, Mle, Problem
 from bayesformer.network import FlatLogJoint, FlatModel, Layout
 from bayesformer.posterior import TENSORS, Posterior

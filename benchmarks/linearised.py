@@ -12,7 +12,7 @@ from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.core.types import Inputs
 from bayesformer.dataset import Data
 from bayesformer.laplace.method import laplace
-from bayesformer.laws.weights import BlockGaussian, GaussianWeights
+from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
@@ -78,7 +78,7 @@ def compare(name: str, work: Work, law: str, budget: float) -> Comparison:
     return Comparison(name, _times(lambda: posterior.outputs(inputs), repeat), _times(plain, repeat), budget, rounds=25)
 
 
-def law_of(work: Work, law: str) -> GaussianWeights | BlockGaussian:
+def law_of(work: Work, law: str) -> gaussian | GaussianLaw:
     """A Gaussian over the weights whose names match, or a Laplace posterior of Kronecker factors."""
     model, likelihood, data = work
     layout = Layout.of(model)
@@ -86,14 +86,14 @@ def law_of(work: Work, law: str) -> GaussianWeights | BlockGaussian:
         subset = "*" if law == "kron" else "projection.*"
         settings = {"structure": "kron", "subset": subset, "prior_precision": 1.0, "progress": False}
         found = laplace(model, data, likelihood=likelihood, **settings)
-        assert isinstance(found.weights, BlockGaussian)
+        assert isinstance(found.weights, GaussianLaw)
         return found.weights
     mean = layout.pack(dict(model.named_parameters()))
     sd = torch.zeros_like(mean)
     for name, part in layout.views(sd).items():
         if law == "*" or name.startswith(law.rstrip("*")):
             part.fill_(0.01)
-    return GaussianWeights(mean, sd)
+    return gaussian(mean, sd)
 
 
 def _times(work: Callable[[], object], repeat: int) -> Callable[[], None]:

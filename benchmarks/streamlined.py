@@ -9,7 +9,7 @@ from torch import nn
 
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import Inputs
-from bayesformer.laws.weights import GaussianWeights
+from bayesformer.laws import gaussian
 from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
 from bayesformer.predict.streamlined import Streamlined, streamlined_outputs
@@ -72,6 +72,6 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config())
 
 
-def _posterior(model: nn.Module) -> GaussianWeights:
+def _posterior(model: nn.Module) -> gaussian:
     theta = Layout.of(model).pack(dict(model.named_parameters()))
-    return GaussianWeights(theta, torch.full_like(theta, 0.02))
+    return gaussian(theta, torch.full_like(theta, 0.02))

@@ -9,7 +9,7 @@ import torch
 import bayesformer as bf
 from bayesformer.attention import Softmax, Weibull, attention_kl, attention_mode
 from bayesformer.attention.noise import MANY, log_uniform, normal, streams
-from bayesformer.laws.weights import Samples
+from bayesformer.laws import Samples
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.network import FlatModel

@@ -12,7 +12,7 @@ from bayesformer.core.seeds import stream
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
 from bayesformer.dataset import Data
-from bayesformer.laws.weights import Samples
+from bayesformer.laws import Samples
 from bayesformer.methods import Problem, wrap
 from bayesformer.methods.combined import WEIGHTS, Combined
 from bayesformer.models.transformer import Encoder, Regressor

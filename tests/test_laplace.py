@@ -11,7 +11,7 @@ from torch.func import jacrev
 
 import bayesformer as bf
 from bayesformer import evaluate
-from bayesformer.laws.weights import BlockGaussian, GaussianWeights
+from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.methods import build_method
 from bayesformer.network import Layout, call
 from bayesformer.posterior import FACTS
@@ -342,8 +342,8 @@ def test_wrong_input_is_named():
     with pytest.raises(ValueError, match="needs a posterior that is a Gaussian.*is 2 draws"):
         ensemble.joint(data.inputs)
     with pytest.raises(ValueError, match="unknown predictive 'mean'"):
-        bf.Posterior(Mlp(), bf.Categorical(), GaussianWeights(posterior.weights.mean), predictive="mean")
-    assert isinstance(posterior.weights, BlockGaussian)
+        bf.Posterior(Mlp(), bf.Categorical(), gaussian(posterior.weights.mean), predictive="mean")
+    assert isinstance(posterior.weights, GaussianLaw)
 
 
 def test_a_precision_whose_moments_overflow_is_not_chosen_and_does_not_stop_the_search():

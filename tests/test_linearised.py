@@ -12,8 +12,7 @@ from bayesformer.laplace.structures import (
     KroneckerCurvature,
     LowRankCurvature,
 )
-from bayesformer.laws.blocks import Dense
-from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Samples
+from bayesformer.laws import Dense, GaussianLaw, Samples, gaussian
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.network import Layout, call
@@ -47,7 +46,7 @@ def brute_force(model, inputs):
 
 def covariance_of(weights):
     """(P, P) from draws of white noise: the definition of each law, column by column."""
-    if isinstance(weights, BlockGaussian):
+    if isinstance(weights, GaussianLaw):
         whole = torch.zeros(weights.size, weights.size, dtype=F64)
         for place, block in zip(weights.places, weights.blocks, strict=True):
             index = torch.arange(weights.size)[place]
@@ -107,7 +106,7 @@ def test_a_diagonal_law_on_every_kind_of_model(name):
     model, inputs = models()[name]
     size = Layout.of(model).size
     sd = torch.rand(size, dtype=F64)
-    check(model, inputs, GaussianWeights(mean_of(model.double()), sd))
+    check(model, inputs, gaussian(mean_of(model.double()), sd))
 
 
 @pytest.mark.parametrize("parts", ["factor", "sd and factor", "tril"])
@@ -117,7 +116,7 @@ def test_other_laws_of_gaussian_weights(parts):
     sd = torch.rand(len(mean), dtype=F64) if "sd" in parts else None
     factor = torch.randn(3, len(mean), dtype=F64) if "factor" in parts else None
     tril = torch.randn(len(mean), len(mean), dtype=F64).tril() if "tril" in parts else None
-    check(model, inputs, GaussianWeights(mean, sd, factor, tril))
+    check(model, inputs, gaussian(mean, sd, factor, tril))
 
 
 def blocks(model, kind):
@@ -151,7 +150,7 @@ def blocks(model, kind):
         places.append(slice(start, start + size))
         found.append(structure.posterior(D))
         start += size
-    return BlockGaussian(mean_of(model), tuple(places), tuple(found))
+    return GaussianLaw(mean_of(model), tuple(places), tuple(found))
 
 
 @pytest.mark.parametrize(
@@ -190,9 +189,9 @@ def test_a_block_over_scattered_weights_of_several_layers():
     model, inputs = models()["mlp"]
     mean = mean_of(model.double())
     place = torch.randperm(len(mean))[:12]
-    check(model, inputs, BlockGaussian(mean, (place,), (DenseCurvature(positive(12)).posterior(D),)))
+    check(model, inputs, GaussianLaw(mean, (place,), (DenseCurvature(positive(12)).posterior(D),)))
     size = Layout.of(model).sizes[0] + 3  # a stretch that ends within the second parameter
-    check(model, inputs, BlockGaussian(mean, (slice(0, size),), (DenseCurvature(positive(size)).posterior(D),)))
+    check(model, inputs, GaussianLaw(mean, (slice(0, size),), (DenseCurvature(positive(size)).posterior(D),)))
 
 
 def last_layer(model, kind, names=("net.3.weight", "net.3.bias")):
@@ -204,15 +203,15 @@ def last_layer(model, kind, names=("net.3.weight", "net.3.bias")):
     whole = slice(places[names[0]].start, places[names[-1]].stop)
     count = whole.stop - whole.start
     if kind == "dense":
-        return BlockGaussian(mean_of(model), (whole,), (DenseCurvature(positive(count)).posterior(D),))
+        return GaussianLaw(mean_of(model), (whole,), (DenseCurvature(positive(count)).posterior(D),))
     if kind == "low rank":
         values, vectors = torch.linalg.eigh(positive(count))
         block = LowRankCurvature(vectors[:, 5:], values[5:]).posterior(torch.rand(count, dtype=F64) + 0.1)
-        return BlockGaussian(mean_of(model), (whole,), (block,))
+        return GaussianLaw(mean_of(model), (whole,), (block,))
     every = blocks(model, kind)
     kept = [i for i, name in enumerate(layout.names) if name in names]
     found = tuple(every.blocks[i] for i in kept)
-    return BlockGaussian(every.mean, tuple(every.places[i] for i in kept), found)
+    return GaussianLaw(every.mean, tuple(every.places[i] for i in kept), found)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def test_the_variance_is_that_of_sampling_for_small_spreads():
     """Linear in the weights up to O(sd²): draws of the real network, and a tolerance from their number."""
     model, inputs = models()["vit"]
     model = model.double().eval()
-    weights = GaussianWeights(mean_of(model), torch.full((Layout.of(model).size,), 1e-4, dtype=F64))
+    weights = gaussian(mean_of(model), torch.full((Layout.of(model).size,), 1e-4, dtype=F64))
     posterior = bf.Posterior(model, bf.Categorical(), weights)
     draws = posterior.outputs(inputs, 4000).values
     exact = posterior.outputs(inputs, predictive="linearised").variance
@@ -299,7 +298,7 @@ def test_the_variance_is_that_of_sampling_for_small_spreads():
 def test_a_large_vocabulary_stays_small():
     """K = 49,152 over the last layer: diagonal variances; K by K would be 9.7 GB, and 58 GB with its Jacobian."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 49_152)).eval()
-    weights = GaussianWeights(mean_of(model), torch.cat([torch.zeros(144), torch.full((49_152 * 17,), 0.1)]))
+    weights = gaussian(mean_of(model), torch.cat([torch.zeros(144), torch.full((49_152 * 17,), 0.1)]))
     posterior = bf.Posterior(model, bf.Categorical(), weights, predictive="linearised", link="probit")
     x = torch.randn(4, 8)
     found = posterior.outputs(x)
@@ -309,7 +308,7 @@ def test_a_large_vocabulary_stays_small():
     torch.testing.assert_close(posterior.predict(x).probs.sum(-1), torch.ones(4))
     below = torch.zeros(Layout.of(model).size)
     below[:144] = 0.1
-    found = bf.Posterior(model, bf.Categorical(), GaussianWeights(mean_of(model), below)).outputs(
+    found = bf.Posterior(model, bf.Categorical(), gaussian(mean_of(model), below)).outputs(
         x, predictive="linearised"
     )
     assert found.factor.shape == (4, 49_152, 16)
@@ -322,14 +321,14 @@ def test_a_large_vocabulary_stays_small():
 def test_weights_without_spread_are_a_point():
     model, inputs = models()["mlp"]
     model = model.double().eval()
-    check(model, inputs, GaussianWeights(mean_of(model), torch.zeros(Layout.of(model).size, dtype=F64)))
+    check(model, inputs, gaussian(mean_of(model), torch.zeros(Layout.of(model).size, dtype=F64)))
 
 
 def test_wrong_input_is_named():
     model, inputs = models()["mlp"]
     model = model.double()
     layout, mean = Layout.of(model), mean_of(model)
-    law = GaussianWeights(mean, torch.ones_like(mean))
+    law = gaussian(mean, torch.ones_like(mean))
     with pytest.raises(ValueError, match="model must be in eval mode"):
         linearised_outputs(model.train(), layout, law, inputs)
     model.eval()
@@ -337,4 +336,4 @@ def test_wrong_input_is_named():
         linearised_outputs(model, layout, Samples(mean[None]), inputs)
     block = DiagonalCurvature(torch.ones(4, dtype=F64)).posterior(D)
     with pytest.raises(ValueError, match="places must be as many as a block has weights, 4; got 3"):
-        linearised_outputs(model, layout, BlockGaussian(mean, (slice(0, 3),), (block,)), inputs)
+        linearised_outputs(model, layout, GaussianLaw(mean, (slice(0, 3),), (block,)), inputs)

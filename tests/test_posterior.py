@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
-from bayesformer.laws.weights import GaussianWeights, Samples
+from bayesformer.laws import Samples, gaussian
 from tests.laws import assert_mean
 from tests.nets import Mlp, Normed, blobs
 
@@ -127,10 +127,10 @@ def gaussian_weights(size, kind):
     factor = torch.randn(2, size, dtype=torch.float64)
     tril = torch.randn(size, size, dtype=torch.float64).tril()
     if kind == "diagonal":
-        return GaussianWeights(mean, sd), sd.square().diag()
+        return gaussian(mean, sd), sd.square().diag()
     if kind == "low rank":
-        return GaussianWeights(mean, sd, factor), sd.square().diag() + factor.T @ factor
-    return GaussianWeights(mean, tril=tril), tril @ tril.T
+        return gaussian(mean, sd, factor), sd.square().diag() + factor.T @ factor
+    return gaussian(mean, tril=tril), tril @ tril.T
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "low rank", "dense"])

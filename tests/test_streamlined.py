@@ -10,8 +10,7 @@ from torch.func import functional_call, jacrev
 
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import GaussianOutputs
-from bayesformer.laws.blocks import Dense, Diagonal, Kronecker, LowRank
-from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Samples
+from bayesformer.laws import Dense, Diagonal, GaussianLaw, Kronecker, LowRank, Samples, gaussian
 from bayesformer.likelihoods import Categorical, Gaussian
 from bayesformer.network import Layout, apply
 from bayesformer.posterior import Posterior
@@ -88,7 +87,7 @@ def layer_weights(layout, theta, structure):
         block, covariance = kronecker_block(out, into + 1)
         index = index_tensor = torch.cat([matrix, bias[:, None]], 1).flatten()
     sigma[index_tensor[:, None], index_tensor] = covariance
-    return BlockGaussian(theta, (index,), (block,)), sigma
+    return GaussianLaw(theta, (index,), (block,)), sigma
 
 
 STRUCTURES = ["diag", "dense", "kronecker", "kronecker with bias"]
@@ -116,7 +115,7 @@ def test_noisy_input_through_a_noisy_layer_against_draws(structure, propagate):
     model, layout, theta = prepared(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
     second, _ = layer_weights(layout, theta, structure)
     first = Diagonal(torch.rand(16, dtype=torch.float64) * 0.3)
-    weights = BlockGaussian(theta, (slice(0, 16), *second.places), (first, *second.blocks))
+    weights = GaussianLaw(theta, (slice(0, 16), *second.places), (first, *second.blocks))
     x = torch.randn(2, 3, dtype=torch.float64)
     found = streamlined_outputs(model, layout, weights, x, Settings(propagate=propagate))
     params = layout.views(_rows(weights, 60_000))
@@ -184,7 +183,7 @@ def test_kronecker_blocks_of_a_weight_kept_transposed(parameter_order):
     sigma = torch.zeros(layout.size, layout.size, dtype=torch.float64)
     sigma[where[:, None], where] = covariance
     x = torch.randn(5, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, BlockGaussian(theta, (where,), (block,)), x, FULL)
+    found = streamlined_outputs(model, layout, GaussianLaw(theta, (where,), (block,)), x, FULL)
     assert torch.allclose(found.covariance, glm(model, layout, theta, x, sigma), atol=1e-10)
 
 
@@ -194,7 +193,7 @@ def test_correlated_weights_of_a_convolution():
     sigma = torch.zeros(layout.size, layout.size, dtype=torch.float64)
     sigma[:24, :24] = covariance
     x = torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, BlockGaussian(theta, (slice(0, 24),), (block,)), x)
+    found = streamlined_outputs(model, layout, GaussianLaw(theta, (slice(0, 24),), (block,)), x)
     expected = glm(model, layout, theta, x, sigma).diagonal(dim1=-2, dim2=-1)
     assert torch.allclose(found.variance, expected, atol=1e-10)
 
@@ -205,7 +204,7 @@ def test_no_variance_is_the_network_itself():
     layout = Layout.of(model)
     theta = layout.pack(dict(model.named_parameters()))
     x = torch.randn(3, 1, 8, 8)
-    found = streamlined_outputs(model, layout, GaussianWeights(theta, torch.zeros_like(theta)), x)
+    found = streamlined_outputs(model, layout, gaussian(theta, torch.zeros_like(theta)), x)
     assert torch.equal(found.variance, torch.zeros(3, 10))
     with torch.no_grad():
         assert torch.equal(found.mean, model(x))
@@ -222,7 +221,7 @@ def test_small_noise_gives_the_jacobian_with_an_error_of_that_order():
     errors = []
     for eps in (1e-2, 1e-4, 1e-6):
         places = tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))
-        weights = BlockGaussian(theta, places, tuple(Dense(t * math.sqrt(eps)) for t in trils))
+        weights = GaussianLaw(theta, places, tuple(Dense(t * math.sqrt(eps)) for t in trils))
         found = streamlined_outputs(model, layout, weights, x, FULL).covariance / eps
         errors.append(((found - expected).norm() / expected.norm()).item())
     assert errors[0] < 0.3
@@ -238,7 +237,7 @@ def test_diag_is_the_diagonal_of_full_for_one_noisy_layer_and_not_for_two():
     one[: -(6 * 2 + 2)] = 0
     for spread, same in ((one, True), (sd, True), (sd, False)):
         network = (model, layout, theta) if same else mlp(3, 6, 5, 2)
-        weights = GaussianWeights(network[2], spread if same else torch.full_like(network[2], 0.1))
+        weights = gaussian(network[2], spread if same else torch.full_like(network[2], 0.1))
         full, diag = (streamlined_outputs(*network[:2], weights, x, s).variance for s in (FULL, Settings()))
         assert torch.allclose(full, diag) == same
 
@@ -263,7 +262,7 @@ def test_a_noisy_packed_projection_equals_three_of_its_own():
         torch.manual_seed(0)
         model, layout, theta = prepared(kind())
         block, _ = kronecker_block(12, 4)
-        weights = BlockGaussian(theta, (slice(0, 48),), (block,))
+        weights = GaussianLaw(theta, (slice(0, 48),), (block,))
         found = streamlined_outputs(model, layout, weights, inputs)
         # The same with the rows of W_v alone uncertain, in full: queries and keys are known by rule.
         complete = (block.colour(torch.eye(48).double()) @ block.colour(torch.eye(48).double()))[32:, 32:]
@@ -280,7 +279,7 @@ def test_a_noisy_packed_projection_equals_three_of_its_own():
 def test_tied_weights_and_running_averages():
     model, layout, theta = prepared(Tied())
     x = torch.tensor([0, 3, 3, 1])
-    found = streamlined_outputs(model, layout, GaussianWeights(theta, torch.full_like(theta, 0.1)), x)
+    found = streamlined_outputs(model, layout, gaussian(theta, torch.full_like(theta, 0.1)), x)
     table = theta.view(5, 4)
     hidden = table[x].tanh()
     s = (1 - hidden**2) ** 2 * 0.01
@@ -288,7 +287,7 @@ def test_tied_weights_and_running_averages():
     assert torch.allclose(found.variance, expected)
     model, layout, theta = prepared(Normed())
     buffers = {"norm.running_mean": torch.randn(1, 6).double(), "norm.running_var": torch.rand(1, 6).double()}
-    weights = GaussianWeights(theta, torch.full_like(theta, 0.1), buffers=buffers)
+    weights = gaussian(theta, torch.full_like(theta, 0.1), buffers=buffers)
     z = torch.randn(4, 3, dtype=torch.float64)
     found = streamlined_outputs(model, layout, weights, z)
     for name, value in buffers.items():
@@ -298,7 +297,7 @@ def test_tied_weights_and_running_averages():
 
 def test_permuting_tokens_permutes_outputs():
     model, layout, theta = prepared(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True))
-    weights = GaussianWeights(theta, torch.full_like(theta, 0.1))
+    weights = gaussian(theta, torch.full_like(theta, 0.1))
     x, order = torch.randn(2, 5, 4, dtype=torch.float64), torch.tensor([3, 1, 4, 0, 2])
     for settings in (Settings(), FULL, Settings(tokens="shared")):
         found = streamlined_outputs(model, layout, weights, x, settings)
@@ -309,7 +308,7 @@ def test_permuting_tokens_permutes_outputs():
 
 def test_batches_do_not_matter_and_gradients_are_off():
     model, layout, theta = mlp(3, 6, 2)
-    weights, x = GaussianWeights(theta, torch.full_like(theta, 0.1)), torch.randn(7, 3, dtype=torch.float64)
+    weights, x = gaussian(theta, torch.full_like(theta, 0.1)), torch.randn(7, 3, dtype=torch.float64)
     for settings in (Settings(), FULL):
         whole = streamlined_outputs(model, layout, weights, x, settings)
         parts = streamlined_outputs(model, layout, weights, x, settings, batch_size=3)
@@ -323,7 +322,7 @@ def test_correlated_mode_is_the_jacobian_of_the_whole_network():
     small = theta + 0.01 * torch.randn_like(theta)
     sd = torch.rand_like(theta) * 0.1
     x = torch.randn(2, 3, 1, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, GaussianWeights(small, sd), x, Settings(mode="correlated"))
+    found = streamlined_outputs(model, layout, gaussian(small, sd), x, Settings(mode="correlated"))
     J = jacobian(model, layout, small, x)  # (2, 3, 2, P)
     assert torch.allclose(found.covariance, (J * sd**2) @ J.mT, rtol=1e-6)
     assert torch.equal(layout.pack(dict(model.named_parameters())), theta)
@@ -338,7 +337,7 @@ def test_correlated_mode_has_the_variance_of_draws_on_the_vision_transformer(pat
     theta = layout.pack(dict(model.named_parameters()))
     named = zip(layout.names, layout.sizes, strict=True)
     sd = torch.cat([torch.full((size,), 0.02 if f".{pattern}." in name else 0.0) for name, size in named])
-    weights, x = GaussianWeights(theta, sd), task.load().test.inputs[:4]
+    weights, x = gaussian(theta, sd), task.load().test.inputs[:4]
     with torch.no_grad():
         draws = [functional_call(model, layout.views(theta + sd * torch.randn_like(theta)), (x,)) for _ in range(800)]
     truth = torch.stack(draws).var(0)
@@ -386,7 +385,7 @@ def test_scale_counts_only_what_counts():
 def test_input_sensitivity_is_the_squared_gradient_without_weight_noise():
     model, layout, theta = mlp(3, 6, 5, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
-    predictor = Streamlined(model, layout, GaussianWeights(theta, torch.zeros_like(theta)), FULL)
+    predictor = Streamlined(model, layout, gaussian(theta, torch.zeros_like(theta)), FULL)
     gradient = torch.autograd.functional.jacobian(model, x).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (4, 2, 3)
     assert torch.allclose(input_sensitivity(predictor, x, 1), gradient[:, 1] ** 2)
     assert torch.allclose(input_sensitivity(predictor, x), (gradient**2).sum(1))
@@ -398,7 +397,7 @@ def test_input_sensitivity_against_differences():
     from bayesformer.predict.streamlined import Uncertain
 
     model, layout, theta = mlp(3, 6, 2, activation=nn.GELU)
-    predictor = Streamlined(model, layout, GaussianWeights(theta, torch.full_like(theta, 0.2)))
+    predictor = Streamlined(model, layout, gaussian(theta, torch.full_like(theta, 0.2)))
     x, step = torch.randn(1, 3, dtype=torch.float64), 1e-6
     found = input_sensitivity(predictor, x)
     base = predictor(x).variance.sum()
@@ -413,13 +412,13 @@ def test_layer_shares_are_what_each_layer_adds():
     model, layout, theta = mlp(3, 6, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
     sd = torch.full_like(theta, 1e-3)
-    shares = layer_shares(Streamlined(model, layout, GaussianWeights(theta, sd)), x)
+    shares = layer_shares(Streamlined(model, layout, gaussian(theta, sd)), x)
     assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
-    total = streamlined_outputs(model, layout, GaussianWeights(theta, sd), x).variance.sum()
+    total = streamlined_outputs(model, layout, gaussian(theta, sd), x).variance.sum()
     for name, part in layout.views(torch.arange(len(theta))).items():
         alone = torch.zeros_like(sd)
         alone[part.flatten()] = 1e-3
-        own = streamlined_outputs(model, layout, GaussianWeights(theta, alone), x).variance.sum()
+        own = streamlined_outputs(model, layout, gaussian(theta, alone), x).variance.sum()
         assert shares[name] == pytest.approx((own / total).item(), rel=1e-3)
 
 
@@ -430,8 +429,8 @@ def test_layer_shares_of_correlated_weights():
     block, _ = kronecker_block(6, 3)
     block = Kronecker(1e6 * block.out_values, block.in_values, 1e6 * block.prior, block.out_vectors, block.in_vectors)
     rest = Diagonal(torch.full((layout.size - 18,), 1e-6, dtype=torch.float64))
-    both = BlockGaussian(theta, (slice(0, 18), slice(18, layout.size)), (block, rest))
-    alone = BlockGaussian(theta, (slice(0, 18),), (block,))
+    both = GaussianLaw(theta, (slice(0, 18), slice(18, layout.size)), (block, rest))
+    alone = GaussianLaw(theta, (slice(0, 18),), (block,))
     shares = layer_shares(Streamlined(model, layout, both), x)
     own, total = (streamlined_outputs(model, layout, weights, x).variance.sum() for weights in (alone, both))
     assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
@@ -440,7 +439,7 @@ def test_layer_shares_of_correlated_weights():
 
 def test_a_posterior_is_asked_in_batches_of_the_size_given(monkeypatch):
     model, _, theta = mlp(3, 6, 2)
-    posterior = Posterior(model, Categorical(), GaussianWeights(theta, torch.full_like(theta, 0.1)))
+    posterior = Posterior(model, Categorical(), gaussian(theta, torch.full_like(theta, 0.1)))
     x = torch.randn(7, 3, dtype=torch.float64)
     whole, sizes, call = posterior.outputs(x, predictive="streamlined"), [], Streamlined.__call__
     monkeypatch.setattr(Streamlined, "__call__", lambda self, some: sizes.append(len(some)) or call(self, some))
@@ -458,22 +457,22 @@ def test_posteriors_that_cannot_be_used_are_refused():
             streamlined_outputs(model, layout, weights, x, settings)
 
     refused(Samples(theta[None]), "weights must be Gaussian for a streamlined pass; got Samples")
-    refused(GaussianWeights(theta[:-1]), "weights must have 38 numbers for this model; got 37")
+    refused(gaussian(theta[:-1]), "weights must have 38 numbers for this model; got 37")
     factor = torch.randn(2, len(theta), dtype=torch.float64)
-    swag = GaussianWeights(theta, torch.ones_like(theta), factor)
+    swag = gaussian(theta, torch.ones_like(theta), factor)
     refused(swag, "cannot use a low-rank part that correlates all weights; it supports independent weights")
-    dense = GaussianWeights(theta, tril=torch.linalg.cholesky(positive(len(theta))))
+    dense = gaussian(theta, tril=torch.linalg.cholesky(positive(len(theta))))
     refused(dense, "cannot use a dense block over 4 parameters")
     low = LowRank.of(torch.ones_like(theta), factor.mT, torch.ones(2, dtype=torch.float64))
-    refused(BlockGaussian(theta, (slice(0, len(theta)),), (low,)), "cannot use a LowRank block over 0.weight")
-    refused(BlockGaussian(theta, (slice(0, 3),), (Diagonal(-torch.ones(3).double()),)),
+    refused(GaussianLaw(theta, (slice(0, len(theta)),), (low,)), "cannot use a LowRank block over 0.weight")
+    refused(GaussianLaw(theta, (slice(0, 3),), (Diagonal(-torch.ones(3).double()),)),
             "variance of 0.weight must be finite and not negative; got -1.0")  # fmt: skip
-    refused(GaussianWeights(theta, torch.full_like(theta, math.nan)), "variance of 0.weight must be finite")
+    refused(gaussian(theta, torch.full_like(theta, math.nan)), "variance of 0.weight must be finite")
     with pytest.raises(ValueError, match="inputs must be finite; got 1 NaN"):
         streamlined_outputs(model, layout, dense, torch.tensor([[math.nan, 0, 0]]).double())
     model.train()
-    refused(GaussianWeights(theta, torch.ones_like(theta)), r"model must be in evaluation mode .* call model.eval\(\)")
-    refused(GaussianWeights(theta, torch.ones_like(theta)), "evaluation mode", Settings(mode="correlated"))
+    refused(gaussian(theta, torch.ones_like(theta)), r"model must be in evaluation mode .* call model.eval\(\)")
+    refused(gaussian(theta, torch.ones_like(theta)), "evaluation mode", Settings(mode="correlated"))
     with pytest.raises(ValueError, match="propagate must be one of 'diag', 'full'; got 'all'"):
         Settings(propagate="all")
 
@@ -483,18 +482,18 @@ def test_correlations_can_be_dropped_on_request():
     x = torch.randn(4, 3, dtype=torch.float64)
     drop = Settings(correlations="drop")
     factor = torch.randn(2, len(theta), dtype=torch.float64)
-    swag = streamlined_outputs(model, layout, GaussianWeights(theta, torch.ones_like(theta), factor), x, drop)
-    marginal = GaussianWeights(theta, (1 + factor.square().sum(0)).sqrt())
+    swag = streamlined_outputs(model, layout, gaussian(theta, torch.ones_like(theta), factor), x, drop)
+    marginal = gaussian(theta, (1 + factor.square().sum(0)).sqrt())
     assert torch.allclose(swag.variance, streamlined_outputs(model, layout, marginal, x).variance)
     # A dense posterior keeps the correlations within each parameter: with one layer noisy, all but those with the bias.
     tril = torch.linalg.cholesky(positive(len(theta)))
-    dense = GaussianWeights(theta, tril=tril)
+    dense = gaussian(theta, tril=tril)
     found = streamlined_outputs(model, layout, dense, x, Settings(correlations="drop", propagate="full"))
     starts = torch.tensor([0, *layout.sizes]).cumsum(0)
     sigma = torch.block_diag(*[(tril @ tril.mT)[a:b, a:b] for a, b in pairwise(starts.tolist())])
     places = tuple(slice(int(a), int(b)) for a, b in pairwise(starts.tolist()))
     blocks = tuple(Dense(torch.linalg.cholesky(sigma[p, p])) for p in places)
-    expected = streamlined_outputs(model, layout, BlockGaussian(theta, places, blocks), x, FULL)
+    expected = streamlined_outputs(model, layout, GaussianLaw(theta, places, blocks), x, FULL)
     assert torch.allclose(found.covariance, expected.covariance)
 
 
@@ -505,7 +504,7 @@ def test_a_dense_block_over_a_part_of_a_layer_is_refused_or_dropped_to_variances
     theta = layout.pack(dict(model.named_parameters()))
     few = torch.tensor([1, 4, 6])  # two entries of the matrix, one of the bias
     tril = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.2, 0.3, 0.7]])
-    weights, x = BlockGaussian(theta, (few,), (Dense(tril),)), torch.randn(4, 3)
+    weights, x = GaussianLaw(theta, (few,), (Dense(tril),)), torch.randn(4, 3)
     with pytest.raises(ValueError, match="cannot use a dense block over 2 parameters"):
         streamlined_outputs(model.eval(), layout, weights, x)
     variance = streamlined_outputs(model, layout, weights, x, Settings(correlations="drop")).diagonal

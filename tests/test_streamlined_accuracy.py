@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesformer.laws.weights import GaussianWeights
+from bayesformer.laws import gaussian
 from bayesformer.network import Layout
 from bayesformer.study import accuracy
 from tests.laws import assert_mean
@@ -28,7 +28,7 @@ def case(count=5):
     model = Parts().eval()
     layout = Layout.of(model)
     theta = layout.pack(dict(model.named_parameters()))
-    weights = GaussianWeights(theta, torch.rand_like(theta))
+    weights = gaussian(theta, torch.rand_like(theta))
     return accuracy.Case("tiny", model, layout, weights, torch.randn(64, 3), count)
 
 

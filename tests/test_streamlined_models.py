@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.laws.weights import GaussianWeights
+from bayesformer.laws import gaussian
 from bayesformer.models import Encoder, SequenceClassifier, Tagger
 from bayesformer.network import Layout, apply
 from bayesformer.predict.streamlined import (
@@ -113,7 +113,7 @@ def prepared(name, sd=0.05):
     model = build().eval()
     layout = Layout.of(model)
     theta = layout.pack(dict(model.named_parameters()))
-    return model, layout, GaussianWeights(theta, torch.full_like(theta, sd)), inputs
+    return model, layout, gaussian(theta, torch.full_like(theta, sd)), inputs
 
 
 def fingerprint(model):
@@ -156,7 +156,7 @@ def test_a_model_is_restored_after_an_error(name):
     if name != "encoder":
         head, model.lm_head = model.lm_head, nn.Sequential(model.lm_head, Broken()).eval()
     theta = weights.mean
-    predictor = Streamlined(broken, Layout.of(broken), GaussianWeights(theta, torch.full_like(theta, 0.1)))
+    predictor = Streamlined(broken, Layout.of(broken), gaussian(theta, torch.full_like(theta, 0.1)))
     with pytest.raises(NoRuleError, match="logcumsumexp"):
         predictor(inputs)
     if name != "encoder":
@@ -249,7 +249,7 @@ def test_gradient_reaches_the_variances_of_a_whole_transformer():
     (slope,) = torch.autograd.grad(total, scale)
     step = 1e-3
     higher, lower = (
-        streamlined_outputs(model, layout, GaussianWeights(weights.mean, weights.sd * math.sqrt(1 + e)), inputs)
+        streamlined_outputs(model, layout, gaussian(weights.mean, weights.sd * math.sqrt(1 + e)), inputs)
         for e in (step, -step)
     )
     difference = (higher.variance.double().sum() - lower.variance.double().sum()) / (2 * step)

@@ -5,7 +5,7 @@ import torch
 
 import bayesformer as bf
 from bayesformer.bench.chain_traces import function_traces, picture, summarise, weight_traces
-from bayesformer.laws.weights import Samples
+from bayesformer.laws import Samples
 from tests.nets import Mlp
 
 

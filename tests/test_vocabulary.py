@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import bayesformer as bf
 from bayesformer.laplace import estimate as curvature_of
 from bayesformer.laplace.structures import KroneckerCurvature
-from bayesformer.laws.weights import BlockGaussian, GaussianWeights
+from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.network import Layout
 from bayesformer.predict import head, linearised
 from tests.curvature_zoo import jacobian
@@ -98,7 +98,7 @@ def test_more_outputs_than_features_are_exact_whatever_is_random(law, tied):
     size = Layout.of(model).size
     mean = Layout.of(model).pack(dict(model.named_parameters()))
     sd, factor = 0.1 + torch.rand(size, dtype=F64), torch.randn(2, size, dtype=F64)
-    weights = GaussianWeights(mean, sd) if law == "diagonal" else GaussianWeights(mean, sd, factor)
+    weights = gaussian(mean, sd) if law == "diagonal" else gaussian(mean, sd, factor)
     covariance = sd.square().diag() + (0 if law == "diagonal" else factor.T @ factor)
     ids = torch.tensor([[3, 5]])
     found = bf.Posterior(model, bf.Categorical(), weights).outputs({"input_ids": ids}, predictive="linearised")
@@ -117,7 +117,7 @@ def test_a_kronecker_head_that_must_be_cut_keeps_its_variances(monkeypatch):
     pairs = torch.linalg.eigh(a @ a.T)
     curvature = KroneckerCurvature(values.square(), pairs[0], vectors, pairs[1])
     block = curvature.posterior(torch.tensor(0.7, dtype=F64))
-    law = BlockGaussian(model.weight.detach().flatten(), (slice(0, 120),), (block,))
+    law = GaussianLaw(model.weight.detach().flatten(), (slice(0, 120),), (block,))
     posterior = bf.Posterior(model, bf.Categorical(), law, predictive="linearised")
     covariance = (curvature.dense() + 0.7 * torch.eye(120, dtype=F64)).inverse()
     rows = torch.stack([torch.kron(torch.eye(30, dtype=F64), row.unsqueeze(0)) for row in x])

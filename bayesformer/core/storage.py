@@ -19,7 +19,8 @@ from torch import Tensor
 from bayesformer.core.errors import DamagedFileError
 
 SMALL = 16 * 2**20
-FACTS = "facts"  # the one metadata entry our files carry: a JSON object
+FACTS, SUM = "facts", "checksum"  # the metadata our files carry: a JSON object, and a hash of it and all tensors
+LONGEST = 256 * 2**20  # bytes of JSON that are read at all
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -46,10 +47,13 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """A JSON object, or an error naming the file."""
     try:
+        _check_regular(path, what)
+        if path.stat().st_size > LONGEST:
+            raise DamagedFileError(f"{what} {path} must be at most {LONGEST} bytes; got {path.stat().st_size}.")
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedFileError(f"{what} {path} is not valid JSON ({error}): truncated or altered.") from error
     if not isinstance(value, dict):
         raise DamagedFileError(f"{what} {path} must hold a JSON object; got {type(value).__name__}.")
@@ -57,18 +61,25 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Tensors with their facts in one file."""
+    """Tensors with their facts in one file, under one checksum."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, save(plain, metadata={FACTS: json.dumps(facts)}))
+    text = json.dumps(facts)
+    write_atomically(path, save(plain, metadata={FACTS: text, SUM: checksum(plain, text)}))
 
 
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     """Tensors in memory of their own, or an error naming the file and what is wrong with it."""
     with _reading(path, what):
         if path.stat().st_size < SMALL:
-            return load(path.read_bytes())  # one read beats mapping a small file
-        # cloned, because mapped tensors are the file itself and would change or vanish with it
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+            tensors = load(path.read_bytes())  # one read beats mapping a small file
+        else:
+            # cloned, because mapped tensors are the file itself and would change or vanish with it
+            tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        with safe_open(path, framework="pt") as file:
+            known = file.metadata() or {}
+    if SUM in known and known[SUM] != checksum(tensors, known.get(FACTS, "")):
+        raise DamagedFileError(f"{what} {path} was altered: its checksum differs.")
+    return tensors
 
 
 def read_facts(path: Path, what: str) -> dict[str, Any]:
@@ -77,9 +88,16 @@ def read_facts(path: Path, what: str) -> dict[str, Any]:
         return json.loads((file.metadata() or {}).get(FACTS, "{}"))
 
 
+def _check_regular(path: Path, what: str) -> None:
+    """Refuse folders, pipes and devices: to read them may take for ever."""
+    if path.exists() and not path.is_file():
+        raise DamagedFileError(f"{what} {path} must be a regular file; it is a folder, a pipe or a device.")
+
+
 @contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
     try:
+        _check_regular(path, what)
         yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
@@ -87,9 +105,9 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, shapes and every byte; XXH3, since it keeps up with the memory and SHA-256 does not."""
-    digest = xxhash.xxh3_128()
+def checksum(tensors: Mapping[str, Tensor], text: str = "") -> str:
+    """A hash of names, shapes, every byte and a text; XXH3, since it keeps up with the memory and SHA-256 does not."""
+    digest = xxhash.xxh3_128(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

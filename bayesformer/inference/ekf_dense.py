@@ -12,6 +12,7 @@ from bayesformer.core.types import Batch, LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like, value_and_grad
 from bayesformer.inference.ekf_common import Curvature, check_settings, examples, scores
 from bayesformer.inference.vi_dense import check_size, ravel, unravel
+from bayesformer.laws import GaussianLaw, gaussian
 
 
 class EKFDenseState(NamedTuple):
@@ -48,11 +49,11 @@ def build(
     return Transform(partial(init, sd=sd), step)
 
 
-def init(params: Params, *, sd: float = 1.0) -> EKFDenseState:
+def init(params: Params, *, sd: float | Tensor = 1.0) -> EKFDenseState:
     """The prior N(params, sd² I)."""
     check_size(params, copies=3)  # the precision, what is added to it, its factor
     mean = {k: p.clone() for k, p in params.items()}
-    return EKFDenseState(mean, torch.full_like(ravel(params), sd**-2).diag_embed(), blank(params))
+    return EKFDenseState(mean, (torch.ones_like(ravel(params)) * sd**-2).diag_embed(), blank(params))
 
 
 def update(
@@ -110,3 +111,10 @@ def _moments(
     rows = score[THETA] if is_matrix(params) else torch.vmap(ravel)(score)  # (..., B, P)
     fisher = rows.mT @ rows / rows.shape[-2]
     return value.mean(1 if is_matrix(params) else 0), outputs, rows.mean(-2), fisher
+
+
+def law(state: EKFDenseState) -> GaussianLaw:
+    """The filtered Gaussian as a law over the one vector of weights, inverted in float64."""
+    mean = state.params[THETA]
+    whole = torch.linalg.inv(state.precision.double())
+    return gaussian(mean, tril=torch.linalg.cholesky((whole + whole.mT) / 2).to(mean))

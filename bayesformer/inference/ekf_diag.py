@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
-from bayesformer.core.vectors import blank, is_matrix, normal_like, value_and_grad
+from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like, value_and_grad
 from bayesformer.inference.ekf_common import Curvature, check_settings, examples, scores
+from bayesformer.laws import GaussianLaw, gaussian
 
 
 class EKFDiagState(NamedTuple):
@@ -48,10 +49,10 @@ def build(
     return Transform(partial(init, sd=sd), step)
 
 
-def init(params: Params, *, sd: float = 1.0) -> EKFDiagState:
+def init(params: Params, *, sd: float | Tensor = 1.0) -> EKFDiagState:
     """The prior N(params, sd²)."""
     mean = {k: p.clone() for k, p in params.items()}
-    return EKFDiagState(mean, {k: torch.full_like(p, sd**-2) for k, p in params.items()}, blank(params))
+    return EKFDiagState(mean, {k: torch.ones_like(p) * sd**-2 for k, p in params.items()}, blank(params))
 
 
 def update(
@@ -94,3 +95,8 @@ def _moments(
     axis = 1 if is_matrix(params) else 0
     grad = {k: s.mean(axis) for k, s in score.items()}
     return value.mean(axis), outputs, grad, {k: s.square().mean(axis) for k, s in score.items()}
+
+
+def law(state: EKFDiagState) -> GaussianLaw:
+    """The filtered Gaussian as a law over the one vector of weights."""
+    return gaussian(state.params[THETA], state.precision[THETA].rsqrt())

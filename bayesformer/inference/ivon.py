@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
-from bayesformer.core.vectors import blank, is_long, normal_like, pieces, value_and_grad
+from bayesformer.core.vectors import THETA, blank, is_long, normal_like, pieces, value_and_grad
 from bayesformer.inference.schedules import Schedule, constant
 from bayesformer.inference.vi_diag import Estimate, average
+from bayesformer.laws import GaussianLaw, gaussian
 
 
 class IVONState(NamedTuple):
@@ -236,3 +237,8 @@ def _check(
         raise ValueError(f"draws must be at least 1; got {draws}.")
     if not clip_radius > 0:
         raise ValueError(f"clip_radius must be positive; got {clip_radius}.")
+
+
+def law(state: IVONState, ess: float, weight_decay: float) -> GaussianLaw:
+    """q as a law over the one vector of weights. Give the λ and δ of `build`."""
+    return gaussian(state.params[THETA], standard_deviation(state, ess, weight_decay)[THETA])

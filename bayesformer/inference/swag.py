@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Batch, Params, Transform
-from bayesformer.core.vectors import blank, is_matrix, normal_like
+from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like
+from bayesformer.laws import GaussianLaw, gaussian
 
 
 class SWAGState(NamedTuple):
@@ -153,3 +154,10 @@ def _moments(before: Params, state: SWAGState) -> tuple[Params, Params, Params]:
 def _axis(params: Params) -> int:
     """Where the axis of deviations stands: behind that of the members."""
     return 1 if is_matrix(params) else 0
+
+
+def law(state: SWAGState, scale: float = 0.5) -> GaussianLaw:
+    """q as a law over the one vector of weights. Of rank 0 the diagonal holds all of the variance: 2 · scale."""
+    rank = state.deviations[THETA].shape[0]
+    sd, factor = spread(state, scale if rank else 2 * scale)
+    return gaussian(state.params[THETA], sd[THETA], factor[THETA] if rank else None)

@@ -13,6 +13,7 @@ from bayesformer.core.types import Batch, LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA, blank, count, is_matrix, normal_like, value_and_grad
 from bayesformer.inference.optimise import clip_gradient
 from bayesformer.inference.vi_diag import LOG_SD, Estimate, Rule, as_rule, average, check_settings, join, split
+from bayesformer.laws import GaussianLaw, gaussian
 
 LIMIT = 5000
 """Most weights a dense matrix is made for."""
@@ -161,3 +162,8 @@ def check_size(params: Params, copies: int) -> None:
             f"params must have at most {LIMIT} weights for a dense Gaussian; got {size}, whose matrices would need "
             f"{gigabytes:.1f} GB. Use the diagonal form or fewer weights."
         )
+
+
+def law(state: VIDenseState) -> GaussianLaw:
+    """q as a law over the one vector of weights."""
+    return gaussian(state.params[THETA], tril=cholesky(state))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
-from bayesformer.core.vectors import blank, is_long, normal_like, pieces, value_and_grad
+from bayesformer.core.vectors import THETA, blank, is_long, normal_like, pieces, value_and_grad
 from bayesformer.inference.optimise import Adam, clip_gradient
+from bayesformer.laws import GaussianLaw, gaussian
 
 LOG_SD = math.log(1e-2)
 """Where log σ starts: about a tenth of a weight at the usual 1/√fan_in of widths 64 to 256, so the first gradients
@@ -233,3 +234,8 @@ def check_settings(temperature: float, draws: int, clip: float) -> None:
         raise ValueError(f"draws must be at least 1; got {draws}.")
     if not clip > 0:
         raise ValueError(f"clip must be positive; got {clip}.")
+
+
+def law(state: VIDiagState) -> GaussianLaw:
+    """q as a law over the one vector of weights."""
+    return gaussian(state.params[THETA], state.log_sd[THETA].exp())

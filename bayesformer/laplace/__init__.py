@@ -1,6 +1,6 @@
 """Laplace's method: curvature in its structures, the evidence, the choice of the prior, and the method itself."""
 
-from bayesformer.laplace.absorb import absorb, precision_log_det, precision_times
+from bayesformer.laplace.absorb import absorb
 from bayesformer.laplace.estimate import Curvature, estimate
 from bayesformer.laplace.evidence import Groups, Noise, Quadratic, log_evidence
 from bayesformer.laplace.maximise import Choice, best_of, maximise
@@ -16,6 +16,4 @@ __all__ = [
     "estimate",
     "log_evidence",
     "maximise",
-    "precision_log_det",
-    "precision_times",
 ]

@@ -13,43 +13,15 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from bayesformer.laws.blocks import Block, Dense, Diagonal, Kronecker, LowRank, Structure
+from bayesformer.laplace.structures import CurvatureBlock
+from bayesformer.laws import Block, Dense, Diagonal, Kronecker, LowRank
 
 B = TypeVar("B", bound=Block)
 
 
-def precision_times(block: Block, rows: Tensor) -> Tensor:
-    """(..., p) -> (..., p): each row times P = Σ⁻¹, differentiable in the rows."""
-    if isinstance(block, Diagonal):
-        return rows / block.variance
-    if isinstance(block, Dense):
-        flat = rows.reshape(-1, block.size)
-        return torch.cholesky_solve(flat.mT, block.tril).mT.reshape(rows.shape)
-    if isinstance(block, LowRank):
-        white = rows * block.prior.sqrt()
-        return (white + ((white @ block.vectors) * block.values) @ block.vectors.mT) * block.prior.sqrt()
-    if isinstance(block, Kronecker):
-        matrix = rows.unflatten(-1, block.shape)
-        known = torch.outer(block.out_values, block.in_values)
-        return (block.prior * matrix + block.rotate_back(block.rotate(matrix) * known)).flatten(-2)
-    raise _unknown(block)
-
-
-def precision_log_det(block: Block) -> Tensor:
-    """log det P = -log det Σ."""
-    if isinstance(block, Diagonal):
-        return -block.variance.log().sum()
-    if isinstance(block, Dense):
-        return -2 * block.tril.diagonal().log().sum()
-    if isinstance(block, LowRank):
-        return block.prior.log().sum() + block.values.log1p().sum()
-    if isinstance(block, Kronecker):
-        known = block.precisions
-        return known.log().sum() + (block.size - known.numel()) * block.prior.log()
-    raise _unknown(block)
-
-
-def absorb(block: Block, structure: Structure, scale: float | Tensor = 1.0, *, num_old: int, num_new: int) -> Block:
+def absorb(
+    block: Block, structure: CurvatureBlock, scale: float | Tensor = 1.0, *, num_old: int, num_new: int
+) -> Block:
     """(P_old + h H_new)⁻¹ in the form of the old block; the numbers of data weigh averages."""
     if block.size != structure.size:
         raise ValueError(f"structure must have the {block.size} weights of the old block; got {structure.size}.")

@@ -15,9 +15,9 @@ from bayesformer import evaluate
 from bayesformer.dataset import Data
 from bayesformer.laplace import Curvature, Groups, Noise, Quadratic, best_of, maximise
 from bayesformer.laplace.evidence import check_curvature
-from bayesformer.laplace.structures import DenseCurvature, DiagonalCurvature
-from bayesformer.laws import blocks as gaussians
-from bayesformer.laws.blocks import Block, Structure
+from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature
+from bayesformer.laws import Block
+from bayesformer.laws.gaussian_law import KINDS, to_tensors
 from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.likelihoods.predictive import Predictive
 from bayesformer.network import Layout
@@ -77,8 +77,8 @@ class Tuned(NamedTuple):
 
 def settled(block: Block) -> Block:
     """The block in the memory order of a saved one: predictions before and after are then the same bit by bit."""
-    kind, parts = gaussians.to_tensors(block)
-    return gaussians.from_tensors(kind, {name: part.contiguous() for name, part in parts.items()})
+    kind, parts = to_tensors(block)
+    return KINDS[kind](**{name: part.contiguous() for name, part in parts.items()})
 
 
 def quadratic(
@@ -173,7 +173,7 @@ def for_evidence(at: Quadratic) -> Quadratic:
     return replace(at, structures=structures)
 
 
-def _clear(structure: Structure, single: bool) -> Structure:
+def _clear(structure: CurvatureBlock, single: bool) -> CurvatureBlock:
     if single and isinstance(structure, DenseCurvature):
         # Rotating the weights leaves one precision for all of them alone.
         return DiagonalCurvature(torch.linalg.eigvalsh(structure.matrix.double()).clamp_min(0))

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from bayesformer.jacobians.site_groups import Family, families
 from bayesformer.laplace.passes import Look, Piece, Sweep
-from bayesformer.laplace.structures import DenseCurvature
-from bayesformer.laws.blocks import Structure
+from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature
 
 
 def full(sweep: Sweep) -> list[Piece]:
@@ -46,7 +45,7 @@ def subnetwork(sweep: Sweep, index: Tensor) -> list[Piece]:
     return [Piece(names, index, DenseCurvature(matrix))]
 
 
-def largest_variance(diagonal: list[Piece] | list[tuple[slice | Tensor, Structure]], size: int) -> Tensor:
+def largest_variance(diagonal: list[Piece] | list[tuple[slice | Tensor, CurvatureBlock]], size: int) -> Tensor:
     """The places of the `size` weights with the smallest diagonal curvature, in order.
 
     With one prior precision for all weights these have the largest variance in a diagonal Laplace posterior

@@ -26,7 +26,7 @@ from bayesformer.laplace import kronecker_curvature as kron
 from bayesformer.laplace import last_layer
 from bayesformer.laplace import low_rank_curvature as low_rank
 from bayesformer.laplace.passes import Piece, Sweep, per_token
-from bayesformer.laws.blocks import Structure
+from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.network import device_of, trainable
 
@@ -45,7 +45,7 @@ class Curvature:
 
     places: tuple[slice | Tensor, ...]
     names: tuple[tuple[str, ...], ...]
-    structures: tuple[Structure, ...]
+    structures: tuple[CurvatureBlock, ...]
     log_likelihood: float
     """summed over the data, at the model's weights"""
     num_data: int

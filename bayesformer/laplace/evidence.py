@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesformer.laws.blocks import Block, Structure
+from bayesformer.laplace.structures import CurvatureBlock
+from bayesformer.laws import Block
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Noise:
 class Quadratic:
     """A log joint to second order around θ*, as a function of the prior's precisions and the noise."""
 
-    structures: tuple[Structure, ...]
+    structures: tuple[CurvatureBlock, ...]
     deviations: tuple[Tensor, ...]
     """θ* - μ₀ of each structure's weights"""
     log_likelihood: float
@@ -101,7 +102,7 @@ def log_evidence(
     return log_likelihood - 0.5 * (posterior_log_det - prior_log_det + scatter)
 
 
-def check_curvature(structures: Sequence[Structure], names: Sequence[str]) -> None:
+def check_curvature(structures: Sequence[CurvatureBlock], names: Sequence[str]) -> None:
     """Refuse curvature that is not finite or has a negative diagonal: no Gaussian has it."""
     for structure, name in zip(structures, names, strict=True):
         values = structure.diagonal()

@@ -30,8 +30,7 @@ from bayesformer.jacobians.site_groups import Family, families
 from bayesformer.laplace.diagonal_curvature import squares
 from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
 from bayesformer.laplace.passes import Look, Piece, Sweep, per_token
-from bayesformer.laplace.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature
-from bayesformer.laws.blocks import Structure
+from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature, KroneckerCurvature
 
 SMALL, LARGE = 1024, 4096
 
@@ -121,7 +120,7 @@ class Member:
         """Once per column."""
         raise NotImplementedError
 
-    def structure(self) -> Structure:
+    def structure(self) -> CurvatureBlock:
         """The result."""
         raise NotImplementedError
 

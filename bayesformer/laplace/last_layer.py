@@ -13,8 +13,7 @@ from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
 from bayesformer.jacobians.sites import ElementSite, LinearSite, Site
 from bayesformer.laplace.passes import Look, Piece, Sweep
-from bayesformer.laplace.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature
-from bayesformer.laws.blocks import Structure
+from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature, KroneckerCurvature
 
 WIDE = 2000  # outputs beyond which Λ, K by K, is never formed
 
@@ -98,7 +97,7 @@ def _kronecker(sweep: Sweep) -> list[Piece]:
         inner.addmm_(features.mT, features)
 
     sweep.each(add)
-    found: dict[str, Structure] = {weight: KroneckerCurvature.of(outer, inner / len(sweep.data))}
+    found: dict[str, CurvatureBlock] = {weight: KroneckerCurvature.of(outer, inner / len(sweep.data))}
     if bias is not None:
         found[bias] = DenseCurvature(outer)
     return [Piece((name,), sweep.place([name]), found[name]) for name in sweep.names]

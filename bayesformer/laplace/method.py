@@ -18,7 +18,7 @@ from bayesformer.dataset import Data, DataLike, as_data, map_inputs
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
 from bayesformer.laplace.estimate import OUTPUTS, Curvature, estimate
-from bayesformer.laws.weights import BlockGaussian
+from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
 from bayesformer.methods.points import fit_members
@@ -154,7 +154,7 @@ class Laplace:
 
         def posterior(tuned: Tuned) -> Posterior:
             known = likelihood if tuned.sigma is None else replace(likelihood, scale=tuned.sigma)  # type: ignore[type-var]
-            law = BlockGaussian(mode, found.places, tuple(tuned.blocks(at, mode)))
+            law = GaussianLaw(mode, found.places, tuple(tuned.blocks(at, mode)))
             ways: dict[str, Any] = {"predictive": self.predictive, "link": self.link}
             return Posterior(model, known, law, default_draws=self.draws, **ways)
 

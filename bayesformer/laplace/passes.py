@@ -17,7 +17,7 @@ from bayesformer.dataset import Data, map_inputs
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture, patternless
 from bayesformer.jacobians.sites import Site, backpropagate
-from bayesformer.laws.blocks import Structure
+from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Bernoulli, Likelihood
 from bayesformer.network import Layout, device_of
 
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
     names: tuple[str, ...]
     place: slice | Tensor
-    structure: Structure
+    structure: CurvatureBlock
 
 
 @dataclass(frozen=True)

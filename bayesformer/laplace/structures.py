@@ -8,11 +8,37 @@ P = h H + diag(d): `posterior` gives its inverse as a block, `log_det` its log-d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bayesformer.laws.blocks import Dense, Diagonal, Factors, Kronecker, LowRank
+from bayesformer.laws import Block, Dense, Diagonal, Factors, Kronecker, LowRank
+
+
+class CurvatureBlock(Protocol):
+    """The curvature H of p weights, which a prior turns into a covariance."""
+
+    @property
+    def size(self) -> int:
+        """p."""
+        ...
+
+    def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Block:
+        """The covariance (h H + diag(d))^-1; `prior` is () or (p,)."""
+        ...
+
+    def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+        """log det(h H + diag(d)), differentiable in d and h."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """(p,): the diagonal of H."""
+        ...
+
+    def dense(self) -> Tensor:
+        """(p, p): H itself, for tests and small p."""
+        ...
 
 
 @dataclass(frozen=True)

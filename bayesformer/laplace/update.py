@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.dataset import Data, DataLike, as_data
-from bayesformer.laplace import Curvature, absorb, log_evidence, precision_log_det, precision_times
+from bayesformer.laplace import Curvature, absorb, log_evidence
 from bayesformer.laplace.choosing import settled
 from bayesformer.laplace.evidence import check_curvature
 from bayesformer.laplace.method import Laplace
-from bayesformer.laws.blocks import Block
-from bayesformer.laws.weights import BlockGaussian
+from bayesformer.laws import Block, GaussianLaw
 from bayesformer.network import FlatModel, Layout, trainable
 from bayesformer.posterior import Posterior
 from bayesformer.train.loop import Training
@@ -59,12 +58,12 @@ def laplace_update(
         "updates": posterior.facts.get("updates", 0) + 1,
         "seconds": posterior.facts["seconds"] + time.perf_counter() - started,
     }
-    return replace(posterior, weights=BlockGaussian(mode, old.places, tuple(blocks)), facts=facts)
+    return replace(posterior, weights=GaussianLaw(mode, old.places, tuple(blocks)), facts=facts)
 
 
-def _check(posterior: Posterior) -> BlockGaussian:
+def _check(posterior: Posterior) -> GaussianLaw:
     known = posterior.facts.get("method", {}).get("name")
-    if known != "laplace" or not isinstance(posterior.weights, BlockGaussian):
+    if known != "laplace" or not isinstance(posterior.weights, GaussianLaw):
         raise ValueError(f"posterior must come from the laplace method to be updated; it comes from {known!r}.")
     return posterior.weights
 
@@ -74,14 +73,14 @@ def _method_of(posterior: Posterior) -> Laplace:
 
 
 def _curvature(posterior: Posterior, method: Laplace, mode: Tensor, data: Data, seed: int) -> Curvature:
-    place = posterior.weights.places[0] if isinstance(posterior.weights, BlockGaussian) else None
+    place = posterior.weights.places[0] if isinstance(posterior.weights, GaussianLaw) else None
     index = place if method.structure == "subnetwork" and isinstance(place, Tensor) else None
     found = method.estimate(posterior.model, mode, posterior.likelihood, data, seed, index=index)
     check_curvature(found.structures, [", ".join(names) for names in found.names])
     return found
 
 
-def _absorbed(posterior: Posterior, old: BlockGaussian, found: Curvature, method: Laplace) -> list[Block]:
+def _absorbed(posterior: Posterior, old: GaussianLaw, found: Curvature, method: Laplace) -> list[Block]:
     counts = {"num_old": int(posterior.facts["num_data"]), "num_new": found.num_data}
     blocks = []
     for where, block, place, structure in zip(old.places, old.blocks, found.places, found.structures, strict=True):
@@ -97,7 +96,7 @@ def _same(first: slice | Tensor, second: slice | Tensor) -> bool:
     return not isinstance(first, Tensor) and first == second
 
 
-def _step(posterior: Posterior, old: BlockGaussian, blocks: list[Block], data: Data) -> Tensor:
+def _step(posterior: Posterior, old: GaussianLaw, blocks: list[Block], data: Data) -> Tensor:
     """θ = m + Σ_new ∇ log p(D_new | m)."""
     method = _method_of(posterior)
     flat = FlatModel(posterior.model)
@@ -111,7 +110,7 @@ def _step(posterior: Posterior, old: BlockGaussian, blocks: list[Block], data: D
     return mode
 
 
-def _train(posterior: Posterior, old: BlockGaussian, problem: Problem) -> Tensor:
+def _train(posterior: Posterior, old: GaussianLaw, problem: Problem) -> Tensor:
     """Ascend log p(D_new | θ) - ½ (θ - m)ᵀ P (θ - m), from m; weights without spread stay."""
     layout = Layout.of(posterior.model)
     spread = layout.views(old.variance())
@@ -151,7 +150,7 @@ class _Prepared:
 class Pull:
     """½ (θ - m)ᵀ P (θ - m), read off a module: minus the log of the old posterior, but for its constant."""
 
-    law: BlockGaussian
+    law: GaussianLaw
     layout: Layout
     names: tuple[str, ...]
 
@@ -162,14 +161,14 @@ class Pull:
         return 0.5 * scatter(self.law, torch.cat([part.flatten() for part in parts]))
 
 
-def scatter(law: BlockGaussian, deviation: Tensor) -> Tensor:
+def scatter(law: GaussianLaw, deviation: Tensor) -> Tensor:
     """δᵀ P δ over all blocks."""
-    terms = [deviation[p] @ precision_times(b, deviation[p]) for p, b in zip(law.places, law.blocks, strict=True)]
+    terms = [deviation[p] @ b.precision_times(deviation[p]) for p, b in zip(law.places, law.blocks, strict=True)]
     return torch.stack(terms).sum()
 
 
-def _evidence(old: BlockGaussian, blocks: list[Block], mode: Tensor, log_likelihood: float) -> float:
+def _evidence(old: GaussianLaw, blocks: list[Block], mode: Tensor, log_likelihood: float) -> float:
     """log p(D_new | D_old)."""
-    posterior = torch.stack([precision_log_det(block) for block in blocks]).sum()
-    prior = torch.stack([precision_log_det(block) for block in old.blocks]).sum()
+    posterior = torch.stack([block.log_det_precision() for block in blocks]).sum()
+    prior = torch.stack([block.log_det_precision() for block in old.blocks]).sum()
     return float(log_evidence(log_likelihood, posterior, prior, scatter(old, mode - old.mean)))

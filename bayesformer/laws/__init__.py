@@ -1,1 +1,27 @@
 """Laws over the vector of inferred weights: draws that were made, and Gaussians of blocks to draw from."""
+
+from bayesformer.laws.block import Block
+from bayesformer.laws.dense import Dense
+from bayesformer.laws.deviations import Deviations
+from bayesformer.laws.diagonal import Diagonal
+from bayesformer.laws.gaussian_law import GaussianLaw, from_tensors, gaussian
+from bayesformer.laws.kronecker import Factors, Kronecker
+from bayesformer.laws.law import Law, buffers_of
+from bayesformer.laws.low_rank import LowRank
+from bayesformer.laws.samples import Samples
+
+__all__ = [
+    "Block",
+    "Dense",
+    "Deviations",
+    "Diagonal",
+    "Factors",
+    "GaussianLaw",
+    "Kronecker",
+    "Law",
+    "LowRank",
+    "Samples",
+    "buffers_of",
+    "from_tensors",
+    "gaussian",
+]

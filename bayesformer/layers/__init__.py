@@ -7,7 +7,7 @@ plain = revert(bayesian)
 
 from bayesformer.layers.concrete import ConcreteDropout, convert_concrete
 from bayesformer.layers.convert import convert, revert
-from bayesformer.layers.divergence import kl_divergence
+from bayesformer.layers.divergence import has_random_parts, kl_divergence
 from bayesformer.layers.families import FAMILIES
 from bayesformer.layers.variational import Variational
 from bayesformer.priors.improved import IMPROVED

@@ -99,7 +99,19 @@ def convert_concrete(
     names: str = "*",
     attention: bool = True,
 ) -> nn.Module:
-    """A copy of a model with a site before every linear layer, and on the attention weights of our Softmax.
+    """A copy of a model with a site before every linear layer; see `add_concrete_sites`."""
+    return add_concrete_sites(copy.deepcopy(model), rate, temperature, lengthscale, names, attention)
+
+
+def add_concrete_sites(
+    model: nn.Module,
+    rate: float | tuple[float, float] | list[float] = (0.1, 0.5),
+    temperature: float = 0.1,
+    lengthscale: float = 1.0,
+    names: str = "*",
+    attention: bool = True,
+) -> nn.Module:
+    """Put a site before every linear layer of a model, and on the attention weights of our Softmax, in place.
 
     Linear layers are nn.Linear, Hugging Face Conv1D and the packed input projections of nn.MultiheadAttention
     (queries, keys and values masked apart, at one rate). The output projection of nn.MultiheadAttention, whose
@@ -107,7 +119,7 @@ def convert_concrete(
     sites pay only the entropy, K being the number of keys. `names` is a pattern of module names. Dropout that
     the model has elsewhere stays as it is.
     """
-    model = copy.deepcopy(model)
+    rate = tuple(rate) if isinstance(rate, list) else rate  # type: ignore[assignment]
     hidden = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     sites = 0
     for name, module in list(model.named_modules()):

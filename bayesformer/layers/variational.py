@@ -77,6 +77,7 @@ class Variational(nn.Module):
         flipout: whether to use Flipout where local reparameterisation is not used.
         rho: where the scales start: rho ~ N(rho, 0.01²).
         df: where a Student-t's degrees of freedom start; above 2.
+        copy_model: whether the model is copied, or becomes part of this one.
     """
 
     mean_mode: bool
@@ -95,6 +96,7 @@ class Variational(nn.Module):
         flipout: bool = False,
         rho: float = -7.0,
         df: float = 5.0,
+        copy_model: bool = True,
     ) -> None:
         super().__init__()
         if family not in FAMILIES:
@@ -107,7 +109,7 @@ class Variational(nn.Module):
             raise ValueError(f"df must be greater than 2, so that the variance is finite; got {df}.")
         self.family, self.local, self.flipout, self.mean_mode = FAMILIES[family], local, flipout, False
         self.initial = {"rho": rho, "raw_df": df - 2 + math.log(-math.expm1(2 - df))}  # softplus inverted
-        self.model = copy.deepcopy(model)
+        self.model = copy.deepcopy(model) if copy_model else model
         chosen = choose(trainable(self.model), names)
         self.layout = Layout.among(chosen)
         assigned = assign(as_prior(prior), list(chosen), list(trainable(self.model)))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bayesformer.attention import attention_kl, build_family, install
+from bayesformer.attention import build_family
 from bayesformer.core.settings import LATER
-from bayesformer.dropout import set_dropout
-from bayesformer.laws.weights import Samples
+from bayesformer.laws import Samples
+from bayesformer.layers.preparation import STEPS, Preparation
 from bayesformer.posterior import Posterior
-from bayesformer.train.members import buffers_of, facts_of, prior_of, run, task_of
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem, check_ranges
-
-STEPS = "attention_steps"
-"""Buffer that counts training steps: buffers are part of a checkpoint, so annealing resumes where it was."""
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import posterior_of, refuse_earlier, vector_prior
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,12 @@ class Attention:
     """forward passes per prediction; 0 predicts by mean attention, without noise"""
     keep_dropout: bool = field(default=True, metadata=LATER)
     """whether dropout, too, stays on in these passes"""
-    weight_prior: str | dict[str, str] | None = field(default=None, metadata=LATER)
+    weight_prior: PriorSetting | None = field(default=None, metadata=LATER)
     """law of the other weights, as for map; none leaves them free"""
     early_stopping: bool = field(default=False, metadata=LATER)
     """whether to keep the epoch at which mean attention scores best on validation data"""
+    samples: int = field(default=1, metadata=LATER)
+    """forward passes per step, each with draws of its own"""
 
     AFTER_TRAINING: ClassVar[tuple[str, ...]] = ("draws", "keep_dropout")
 
@@ -71,6 +72,7 @@ class Attention:
             rho=self.rho > 0,
             annealing=self.annealing in {"none", "linear", "sigmoid"},
             draws=self.draws >= 0,
+            samples=self.samples >= 1,
         )
         build_family(self.family, **self._settings)
         if self.weight_prior is not None:
@@ -81,46 +83,54 @@ class Attention:
         names = ("spread", "data_dependent", "length", "prior", "prior_scale", "prior_location", "hidden")
         return {name: getattr(self, name) for name in (*names, "gradient", "divergence")}
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """A copy of the model with stochastic attention, and a counter of steps."""
-        model = install(copy.deepcopy(model), self.family, self.subset, **self._settings)
-        model.register_buffer(STEPS, torch.zeros((), device=next(model.parameters()).device), persistent=False)
-        return model
+    @property
+    def preparation(self) -> Preparation:
+        """Families in the attention modules, and a counter of steps."""
+        return Preparation().then("attention", family=self.family, names=self.subset, **self._settings)
 
     def fit(self, problem: Problem) -> Posterior:
-        """Ascend the evidence lower bound, one draw per step."""
-        cost = Cost(len(problem.data), self.temperature, self.annealing, self.rho)
-        # A bound on the evidence needs no early stopping, and the score of mean attention would be another's.
-        validation = problem.validation if self.early_stopping else None
-        prior = None if self.weight_prior is None else prior_of(self.weight_prior)
-        task = task_of(problem, "attention", validation=validation, prior=prior, prepare=self.wrap, penalty=cost)
-        model, result = run(task, 1, problem)
-        if not self.keep_dropout:
-            set_dropout(model, 0.0)
-        facts = facts_of("attention", self, problem, result)
-        weights = Samples(result["theta"], buffers_of(result))
-        return Posterior(model, problem.likelihood, weights, noisy_draws=self.draws, facts=facts)
+        """Ascend the evidence lower bound."""
+        refuse_earlier(problem, "attention")
+        prototype = Prototype(problem, self.preparation)
+        stage = Stage(
+            prototype,
+            "attention",
+            problem.training,
+            prior=vector_prior(prototype, self.weight_prior),
+            # A bound on the evidence needs no early stopping, and the score of mean attention would be another's.
+            validation=prototype.validation if self.early_stopping else None,
+            kl_weight=Annealing(self.temperature, self.annealing, self.rho),
+            samples=self.samples,
+            identity={"settings": repr(self)},
+        )
+        fitted = fit_stage(stage, 1)
+        return posterior_of(
+            prototype,
+            Samples(fitted.theta, fitted.buffers),
+            facts_of("attention", self, prototype, fitted),
+            noisy_draws=self.draws,
+            dropout_rate=None if self.keep_dropout else 0.0,
+        )
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What attention costs, in nats for all data: N times the mean KL of the batch, weighted by the annealing."""
+class Annealing:
+    """The weight of the KL, which grows with the steps that a buffer of the module counts."""
 
-    num_data: int
     temperature: float
-    annealing: str
+    kind: str
     rho: float
 
-    def __call__(self, model: nn.Module) -> Tensor:
-        """The cost of the pass that was just made; counts a step."""
-        steps = model.get_buffer(STEPS)
-        cost = self.num_data * self.weight(steps) * attention_kl(model).mean()
+    def __call__(self, module: nn.Module) -> Tensor:
+        """The weight in this step; counts it."""
+        steps = module.get_buffer(STEPS)
+        weight = self.weight(steps)
         steps += 1
-        return cost
+        return weight
 
     def weight(self, t: Tensor) -> Tensor:
         """Of the KL at step t, counted from 0. Fan et al. (2020), algorithm 1, for the sigmoid."""
-        if self.annealing == "none":
+        if self.kind == "none":
             return torch.full_like(t, self.temperature)
-        grown = torch.sigmoid(self.rho * t) if self.annealing == "sigmoid" else (self.rho * t).clamp_max(1)
+        grown = torch.sigmoid(self.rho * t) if self.kind == "sigmoid" else (self.rho * t).clamp_max(1)
         return self.temperature * grown

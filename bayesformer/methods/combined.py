@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
-from torch import nn
-
-from bayesformer.attention import build_family, install
+from bayesformer.attention import build_family
 from bayesformer.core.errors import unknown_name
-from bayesformer.core.types import ModelFactory
 from bayesformer.laplace.method import Laplace
 from bayesformer.methods.gaussian import Ivon, Swag, Vi
 from bayesformer.methods.layers import MeanField
@@ -62,19 +57,8 @@ class Combined:
         given = {"predictive": "sampled", **self.settings} if self.weights == "laplace" else self.settings
         return WEIGHTS[self.weights](**given)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """A copy of the model with stochastic attention, and with what the other method needs."""
-        changed = install(copy.deepcopy(model), self.family, **self.attention)
-        change = getattr(self.inner, "wrap", None)
-        return changed if change is None else change(changed)
-
     def fit(self, problem: Problem) -> Posterior:
         """The other method's posterior, on the model with stochastic attention; its KL is part of every objective."""
-        source = partial(_installed, problem.model, self.family, self.attention)
-        model = source() if isinstance(problem.model, nn.Module) else source
-        posterior = self.inner.fit(replace(problem, model=model))
+        preparation = problem.preparation.then("attention", family=self.family, **self.attention)
+        posterior = self.inner.fit(replace(problem, preparation=preparation))
         return replace(posterior, facts={**posterior.facts, "method": {"name": "combined", **asdict(self)}})
-
-
-def _installed(source: nn.Module | ModelFactory, family: str, settings: dict[str, Any]) -> nn.Module:
-    return install(copy.deepcopy(source) if isinstance(source, nn.Module) else source(), family, **settings)

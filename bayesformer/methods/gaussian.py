@@ -3,74 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from bayesformer.core.types import LogJoint, Params, Transform
-from bayesformer.core.vectors import THETA
+from bayesformer.core.settings import LATER
+from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dense, vi_diag
-from bayesformer.laws.weights import GaussianWeights
-from bayesformer.methods.sampling import find_modes, spread_rows
-from bayesformer.posterior import WAYS, Posterior, Way
-from bayesformer.train.loop import Training, steps_per_epoch
-from bayesformer.train.members import BuildTransform, facts_of, prior_of, run, shortened, task_of
+from bayesformer.posterior import Posterior
+from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.problem import Problem, check_ranges
-
-
-def _fit(
-    method: Any,
-    problem: Problem,
-    build: BuildTransform,
-    prior: Any,
-    warm_up: float,
-    epochs: int | None = None,
-) -> tuple[Any, Tensor, Params, dict[str, Any]]:
-    """A mode first where asked for, then the algorithm on the subset; returns model, base weights, state, facts."""
-    name = type(method).__name__.lower()
-    modes, seconds = find_modes(name, problem, 1, None if prior is None else prior_of(prior), warm_up)
-    training = shortened(problem.training, 1 - warm_up)
-    if epochs is not None:
-        training = replace(training, epochs=epochs)
-    task = task_of(
-        problem,
-        name,
-        training=training,
-        validation=None,  # the whole run counts; nothing is selected
-        build=build,
-        prior=None if prior is None else prior_of(prior),
-        start=modes,
-        subset=method.subset,
-    )
-    model, result = run(task, 1, problem)
-    facts = facts_of(name, method, problem, result)
-    facts["seconds"] += seconds
-    state = {k.removeprefix("state."): v[0] for k, v in result.items() if k.startswith("state.")}
-    return model, modes, state, facts
-
-
-def _posterior(
-    method: Any, problem: Problem, fitted: tuple[Any, Tensor, Params, dict[str, Any]], law: GaussianWeights
-) -> Posterior:
-    """The law over the subset as one over all weights: the others have no spread."""
-    model, base, _, facts = fitted
-
-    def full(rows: Tensor | None, around: Tensor) -> Tensor | None:
-        return None if rows is None else spread_rows(model, around, rows[None], method.subset)[0]
-
-    nothing = torch.zeros_like(base)
-    mean, sd = full(law.mean[None], base), full(None if law.sd is None else law.sd[None], nothing)
-    assert mean is not None
-    if method.subset != "*" and law.tril is not None:
-        factor = full(law.tril.T, nothing)  # L Lᵀ over the subset is a low-rank covariance over all
-        weights = GaussianWeights(mean[0], factor=factor)
-    else:
-        weights = GaussianWeights(mean[0], None if sd is None else sd[0], full(law.factor, nothing), law.tril)
-    model.requires_grad_(True)
-    way: Way = method.predictive
-    return Posterior(model, problem.likelihood, weights, default_draws=method.draws, predictive=way, facts=facts)
+from bayesformer.train.prototype import Prototype
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.recipe import earlier_law, fit_gaussian
+from bayesformer.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -81,7 +30,7 @@ class Vi:
     """one standard deviation per weight, or a full covariance (at most a few thousand weights)"""
     temperature: float = 1.0
     """of the posterior: 1 is Bayes, below 1 is cold; the library divides by N"""
-    prior: str | dict[str, str] = "normal(0, 1)"
+    prior: PriorSetting = "normal(0, 1)"
     """law of every weight, or a table of laws by name pattern"""
     log_sd: float = -5.0
     """logarithm of the standard deviations at the start"""
@@ -92,9 +41,9 @@ class Vi:
     predictive: Way = "sampled"
     """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     warm_up: float = 0.0
-    """share of the epochs spent finding a mode with Adam first"""
+    """share of the epochs spent finding a mode with Adam first; with a subset at least half of them"""
     subset: str = "*"
-    """name pattern of the weights to infer; the others stay at the mode, so give a warm-up"""
+    """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
 
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
@@ -113,29 +62,18 @@ class Vi:
 
     def fit(self, problem: Problem) -> Posterior:
         """Ascend the evidence lower bound."""
-        fitted = _fit(self, problem, _BuildVi(self), self.prior, self.warm_up)
-        state = fitted[2]
-        mean = state[f"params.{THETA}"]
-        if self.kind == "diag":
-            law = GaussianWeights(mean, state[f"log_sd.{THETA}"].exp())
-        else:
-            factor = state["factor"]
-            law = GaussianWeights(mean, tril=factor.tril(-1) + factor.diagonal().exp().diag())
-        return _posterior(self, problem, fitted, law)
+        module = vi_diag if self.kind == "diag" else vi_dense
+        return fit_gaussian(self, Prototype(problem), self.build, module.law, prior=self.prior)
 
-
-@dataclass(frozen=True)
-class _BuildVi:
-    method: Vi
-
-    def __call__(self, log_joint: LogJoint, training: Training, num_data: int) -> Transform:
-        module = vi_diag if self.method.kind == "diag" else vi_dense
+    def build(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:
+        """The ascent, diagonal or dense."""
+        module = vi_diag if self.kind == "diag" else vi_dense
         return module.build(
             log_joint,
-            self.method.temperature / num_data,
-            training.adam(num_data),
-            log_sd=self.method.log_sd,
-            draws=self.method.samples,
+            self.temperature / num_data,
+            replace(training, weight_decay=0.0).adam(steps),
+            log_sd=self.log_sd,
+            draws=self.samples,
             clip=training.clip,
         )
 
@@ -161,9 +99,11 @@ class Ivon:
     predictive: Way = "sampled"
     """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     warm_up: float = 0.5
-    """share of the epochs spent finding a mode with Adam first"""
+    """share of the epochs spent finding a mode with Adam first; with a subset at least half of them"""
     subset: str = "*"
-    """name pattern of the weights to infer; the others stay at the mode"""
+    """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
+    samples: int = field(default=1, metadata=LATER)
+    """draws per step"""
 
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
@@ -177,43 +117,44 @@ class Ivon:
             decay=0 < self.decay < 1,
             clip_radius=self.clip_radius > 0,
             draws=self.draws >= 1,
+            samples=self.samples >= 1,
             predictive=self.predictive in WAYS,
             warm_up=0 <= self.warm_up < 1,
         )
 
-    def settings(self, num_data: int) -> tuple[float, float]:
-        """Effective sample size λ and weight decay δ: λ δ is the prior's precision at temperature 1."""
-        return num_data / self.temperature, 1 / (num_data * self.prior_sd**2)
+    def settings(self, num_data: int, earlier: bool = False) -> tuple[float, float]:
+        """Effective sample size λ and weight decay δ: λ δ is the prior's precision at temperature 1.
+
+        Where an earlier posterior is the prior, that is in the objective, and δ only keeps the precision positive.
+        """
+        return num_data / self.temperature, 1e-10 if earlier else 1 / (num_data * self.prior_sd**2)
 
     def fit(self, problem: Problem) -> Posterior:
         """Run IVON."""
-        fitted = _fit(self, problem, _BuildIvon(self), None, self.warm_up)
-        ess, decay = self.settings(len(problem.data))
-        state = fitted[2]
-        sd = ((state[f"hessian.{THETA}"] + decay) * ess).rsqrt()
-        return _posterior(self, problem, fitted, GaussianWeights(state[f"params.{THETA}"], sd))
+        earlier = problem.prior is not None
+        ess, decay = self.settings(problem.num_data, earlier)
+        law = partial(ivon.law, ess=ess, weight_decay=decay)
+        build = partial(self.build, earlier=earlier)
+        return fit_gaussian(self, Prototype(problem), build, law, prior=None, prior_in_objective=earlier)
 
-
-@dataclass(frozen=True)
-class _BuildIvon:
-    method: Ivon
-
-    def __call__(self, log_joint: LogJoint, training: Training, num_data: int) -> Transform:
-        ess, decay = self.method.settings(num_data)
-        steps = training.epochs * steps_per_epoch(num_data, training.batch_size)
+    def build(
+        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False
+    ) -> Transform:  # noqa: ARG002
+        """IVON with a cosine down to 0."""
+        ess, decay = self.settings(num_data, earlier)
 
         def cosine(step: Tensor) -> Tensor:
-            return self.method.lr * 0.5 * (1 + torch.cos(math.pi * (step / steps).clamp(max=1)))
+            return self.lr * 0.5 * (1 + torch.cos(math.pi * (step / steps).clamp(max=1)))
 
-        method = self.method
         return ivon.build(
             log_joint,
             cosine,
             ess,
             weight_decay=decay,
-            h0=method.h0,
-            betas=(0.9, method.decay),
-            clip_radius=method.clip_radius,
+            h0=self.h0,
+            betas=(0.9, self.decay),
+            clip_radius=self.clip_radius,
+            draws=self.samples,
         )
 
 
@@ -229,16 +170,16 @@ class Swag:
     """factor of the covariance; 0 is SWA, the mean alone"""
     every: int = 4
     """steps between snapshots"""
-    prior: str | dict[str, str] = "normal(0, 1)"
+    prior: PriorSetting = "normal(0, 1)"
     """law of every weight, or a table of laws by name pattern"""
     warm_up: float = 0.5
-    """share of the epochs spent finding a mode with Adam"""
+    """share of the epochs spent finding a mode with Adam; with a subset at least half of them"""
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
     """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     subset: str = "*"
-    """name pattern of the weights that move; the others stay at the mode"""
+    """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
 
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
@@ -257,27 +198,14 @@ class Swag:
 
     def fit(self, problem: Problem) -> Posterior:
         """Watch gradient descent."""
-        fitted = _fit(self, problem, _BuildSwag(self), self.prior, self.warm_up)
-        state = fitted[2]
-        variance, ring = state[f"variance.{THETA}"], state[f"deviations.{THETA}"]
-        held = (state["snapshots"].clamp(max=max(self.rank, 1)) - 1).clamp(min=1)
-        share = self.scale if self.rank else 2 * self.scale  # without the low-rank part the diagonal holds it all
-        factor = ring * (self.scale / held).sqrt().to(ring) if self.rank else None
-        return _posterior(
-            self, problem, fitted, GaussianWeights(state[f"params.{THETA}"], (share * variance).sqrt(), factor)
+        return fit_gaussian(
+            self, Prototype(problem), self.build, partial(swag.law, scale=self.scale), prior=self.prior
         )
 
-
-@dataclass(frozen=True)
-class _BuildSwag:
-    method: Swag
-
-    def __call__(self, log_joint: LogJoint, training: Training, num_data: int) -> Transform:
-        start = steps_per_epoch(num_data, training.batch_size)  # the first epoch settles down
-        if training.epochs == 1:
-            start = 0
-        # Langevin dynamics at temperature 0 is gradient descent.
-        return swag.build(sgld.build(log_joint, self.method.lr, 0.0), start, self.method.every, self.method.rank)
+    def build(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG002
+        """Gradient descent, which is Langevin dynamics at temperature 0, watched after its first epoch."""
+        start = 0 if training.epochs == 1 else steps // training.epochs
+        return swag.build(sgld.build(log_joint, self.lr, 0.0), start, self.every, self.rank)
 
 
 @dataclass(frozen=True)
@@ -299,7 +227,7 @@ class Ekf:
     predictive: Way = "sampled"
     """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
     subset: str = "*"
-    """name pattern of the weights to infer; the others stay at the start"""
+    """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
 
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
@@ -316,22 +244,24 @@ class Ekf:
         )
 
     def fit(self, problem: Problem) -> Posterior:
-        """Filter once through the data."""
-        fitted = _fit(self, problem, _BuildEkf(self), None, self.warm_up, epochs=1)
-        state = fitted[2]
-        mean = state[f"params.{THETA}"]
-        if self.kind == "diag":
-            return _posterior(self, problem, fitted, GaussianWeights(mean, state[f"precision.{THETA}"].rsqrt()))
-        covariance = torch.linalg.inv(state["precision"].double())
-        tril = torch.linalg.cholesky((covariance + covariance.T) / 2).to(mean)
-        return _posterior(self, problem, fitted, GaussianWeights(mean, tril=tril))
+        """Filter once through the data; an earlier posterior, if given, is the Gaussian it starts from."""
+        prototype = Prototype(problem)
+        module: Any = ekf_diag if self.kind == "diag" else ekf_dense
+        method, sd = self, self.sd
+        if problem.prior is not None:
+            method, sd = replace(self, warm_up=0.0), earlier_law(prototype).sd
+            if self.subset != "*":
+                raise ValueError(f"ekf.subset must be '*' with an earlier posterior as the prior; got {self.subset!r}.")
+        training = replace(problem.training, epochs=1, max_steps=None)
+        build = partial(self.build, sd=sd)
+        return fit_gaussian(
+            method, prototype, build, module.law, prior=None, prior_in_objective=False, training=training
+        )
 
-
-@dataclass(frozen=True)
-class _BuildEkf:
-    method: Ekf
-
-    def __call__(self, log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG002
-        module = ekf_diag if self.method.kind == "diag" else ekf_dense
-        lr = None if self.method.temperature == 1 else training.batch_size / self.method.temperature
-        return module.build(log_joint, lr, self.method.transition_sd, sd=self.method.sd)
+    def build(
+        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor
+    ) -> Transform:  # noqa: ARG002
+        """The filter, diagonal or dense."""
+        module: Any = ekf_diag if self.kind == "diag" else ekf_dense
+        lr = None if self.temperature == 1 else training.batch_size / self.temperature
+        return module.build(log_joint, lr, self.transition_sd, sd=sd)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
 
 from bayesformer.core.settings import LATER
-from bayesformer.laws.weights import GaussianWeights, Samples
-from bayesformer.layers import Variational, convert, convert_concrete, kl_divergence
-from bayesformer.network import FlatModel, Layout
-from bayesformer.posterior import WAYS, Posterior, Way
-from bayesformer.train.members import facts_of, prior_of, run, task_of
+from bayesformer.laws import Samples, buffers_of, gaussian
+from bayesformer.layers import Variational
+from bayesformer.layers.preparation import Preparation
+from bayesformer.model.space import Space
+from bayesformer.posterior import Posterior
+from bayesformer.predict.ways import WAYS, Way
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.members import Stage, facts_of, fit_stage
+from bayesformer.train.objective import Constant
 from bayesformer.train.problem import Problem, check_ranges
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import posterior_of, refuse_earlier
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class MeanField:
 
     family: Literal["gaussian", "cauchy", "laplace", "logistic", "student_t"] = "gaussian"
     """law of every weight under the posterior"""
-    prior: str | dict[str, str] = "normal(0, 1)"
+    prior: PriorSetting = "normal(0, 1)"
     """law of every weight before the data, a table of laws by name pattern, or improved/m1 and its like"""
     subset: str = "*"
     """name pattern of the random weights; the others are trained as points"""
@@ -40,11 +44,19 @@ class MeanField:
     """forward passes per prediction"""
     predictive: Way = field(default="sampled", metadata=LATER)
     """from weights to outputs: sampled; or, of a Gaussian, linearised or streamlined (moments in one forward pass)"""
+    samples: int = field(default=1, metadata=LATER)
+    """forward passes per step, each with draws of its own"""
 
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
     def __post_init__(self) -> None:
-        check_ranges(self, temperature=self.temperature >= 0, draws=self.draws >= 1, predictive=self.predictive in WAYS)
+        check_ranges(
+            self,
+            temperature=self.temperature >= 0,
+            draws=self.draws >= 1,
+            samples=self.samples >= 1,
+            predictive=self.predictive in WAYS,
+        )
         prior_of(self.prior)
         if self.predictive != "sampled" and self.family != "gaussian":
             raise ValueError(
@@ -52,40 +64,38 @@ class MeanField:
                 f"family={self.family!r}."
             )
 
-    def random(self, model: nn.Module) -> Variational:
-        """The model with random weights, which is trained."""
-        return convert(
-            model,
-            self.family,
-            prior_of(self.prior),
-            self.subset,
-            local=self.local,
-            flipout=self.flipout,
-            rho=self.rho,
+    @property
+    def preparation(self) -> Preparation:
+        """Random weights in the model's place."""
+        names = ("family", "prior", "local", "flipout", "rho")
+        return Preparation().then(
+            "variational", names=self.subset, **{name: getattr(self, name) for name in names}
         )
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model of the posterior: with random weights if they are drawn inside, else as it is."""
-        return self.random(model) if self.predictive == "sampled" else model
 
     def fit(self, problem: Problem) -> Posterior:
         """Ascend the evidence lower bound."""
-        posterior = _fit("mean_field", self, problem, self.random)
+        posterior = _fit("mean_field", self, problem)
         return posterior if self.predictive == "sampled" else self._gaussian(posterior)
 
     def _gaussian(self, posterior: Posterior) -> Posterior:
         """The same law as a Gaussian over the weights of the plain model."""
-        trained = FlatModel(posterior.model)
-        trained.load(posterior.theta[0])
-        random = trained.module
+        random = posterior.skeleton.plain(posterior.theta[0], buffers_of(posterior.law, 0))
         assert isinstance(random, Variational)
-        model, scales = random.point(), random.scales()
-        model.zero_grad(set_to_none=True)
-        layout, own = Layout.of(model), dict(model.named_parameters())
-        sd = layout.pack({name: scales.get(name, torch.zeros_like(value)) for name, value in own.items()})
-        law = GaussianWeights(layout.pack(own), sd.detach())
-        way: dict[str, Any] = {"default_draws": self.draws, "predictive": self.predictive}
-        return Posterior(model, posterior.likelihood, law, facts=posterior.facts, **way)
+        space, scales = Space.of(posterior.model, posterior.infer), random.scales()
+        own = dict(random.model.named_parameters(remove_duplicate=False))
+        sd = space.pack({name: scales.get(name, torch.zeros_like(own[name])) for name in space.names})
+        buffers = {k.removeprefix("model."): v for k, v in posterior.law.buffers.items() if k.startswith("model.")}
+        law = gaussian(space.pack(own), sd, buffers=buffers)
+        return replace(
+            posterior,
+            law=law,
+            space=space,
+            preparation=Preparation(),
+            noisy_draws=0,
+            held=(),
+            default_draws=self.draws,
+            predictive=self.predictive,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,8 @@ class ConcreteDropout:
     """weight of the regulariser; the library divides by N"""
     draws: int = 30
     """forward passes per prediction"""
+    samples: int = field(default=1, metadata=LATER)
+    """forward passes per step, each with draws of its own"""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -118,39 +130,37 @@ class ConcreteDropout:
             lengthscale=self.lengthscale >= 0,
             temperature=self.temperature >= 0,
             draws=self.draws >= 1,
+            samples=self.samples >= 1,
         )
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model with its dropout sites."""
-        return convert_concrete(
-            model, (self.low, self.high), self.relaxation, self.lengthscale, self.subset, self.attention
+    @property
+    def preparation(self) -> Preparation:
+        """A site before every linear layer."""
+        return Preparation().then(
+            "concrete_dropout",
+            rate=[self.low, self.high],
+            temperature=self.relaxation,
+            lengthscale=self.lengthscale,
+            names=self.subset,
+            attention=self.attention,
         )
 
     def fit(self, problem: Problem) -> Posterior:
         """Train weights and rates together."""
-        return _fit("concrete_dropout", self, problem, self.wrap)
+        return _fit("concrete_dropout", self, problem)
 
 
-def _fit(name: str, method: Any, problem: Problem, prepare: Callable[[nn.Module], nn.Module]) -> Posterior:
-    task = task_of(
-        problem,
+def _fit(name: str, method: MeanField | ConcreteDropout, problem: Problem) -> Posterior:
+    refuse_earlier(problem, name)
+    prototype = Prototype(problem, method.preparation)
+    stage = Stage(
+        prototype,
         name,
-        validation=None,  # a bound on the evidence needs no early stopping
-        prepare=prepare,
-        penalty=Penalty(method.temperature, len(problem.data)),
-    )
-    model, result = run(task, 1, problem)
-    facts = facts_of(name, method, problem, result)
-    return Posterior(model, problem.likelihood, Samples(result["theta"]), noisy_draws=method.draws, facts=facts)
-
-
-@dataclass(frozen=True)
-class Penalty:
-    """What the random weights cost, in nats for all data; an object so that worker processes can have it."""
-
-    temperature: float
-    num_data: int
-
-    def __call__(self, model: nn.Module) -> Tensor:
-        """Temperature times KL; attention's, if it is stochastic, as the mean of the batch for every example."""
-        return self.temperature * self.num_data * kl_divergence(model, num_data=self.num_data).mean()
+        problem.training,
+        kl_weight=Constant(method.temperature),
+        samples=method.samples,
+        identity={"settings": repr(method)},
+    )  # no validation data: a bound on the evidence needs no early stopping
+    fitted = fit_stage(stage, 1)
+    facts = facts_of(name, method, prototype, fitted)
+    return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, noisy_draws=method.draws)

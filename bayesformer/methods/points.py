@@ -1,65 +1,57 @@
-"""Methods made of trained networks: one, one with a prior, several, or one with dropout left on."""
+"""Methods that train networks and keep them as they are: Mle, Map, Ensemble, MCDropout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
-
-from bayesformer.dataset import Data
-from bayesformer.dropout import dropout_sites, set_dropout
-from bayesformer.laws.weights import Samples
-from bayesformer.network import device_of, is_stochastic
+from bayesformer.laws import Samples
 from bayesformer.posterior import Posterior
-from bayesformer.priors.prior import Prior
-from bayesformer.train.members import buffers_of, facts_of, prior_of, run, task_of
+from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
+from bayesformer.train.prototype import Prototype
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.recipe import posterior_of, vector_prior
 
 
 @dataclass(frozen=True)
 class Mle:
-    """Maximum likelihood: one network, no uncertainty in the weights."""
+    """Maximum likelihood: one network, the baseline."""
 
     def fit(self, problem: Problem) -> Posterior:
         """Train one network."""
-        return fit_members("mle", self, problem, 1)
+        return fit_points("mle", self, Prototype(problem), 1)
 
 
 @dataclass(frozen=True)
 class Map:
-    """Maximum a posteriori: one network, pulled towards a prior over the weights."""
+    """Maximum a posteriori: one network with a prior on its weights."""
 
-    prior: str | dict[str, str] = "normal(0, 1)"
-    """law of every weight, e.g. "normal(0, 0.5)", or a table of laws by name pattern"""
+    prior: PriorSetting = "normal(0, 1)"
+    """law of every weight, or a table of laws by name pattern; the library divides by N"""
 
     def __post_init__(self) -> None:
         prior_of(self.prior)
 
     def fit(self, problem: Problem) -> Posterior:
         """Train one network with the prior in its objective."""
-        return fit_members("map", self, problem, 1, prior=prior_of(self.prior))
+        return fit_points("map", self, Prototype(problem), 1, prior=self.prior)
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Deep ensemble: independent networks from different starts and data orders, averaged."""
+    """Deep ensemble: networks with data orders of their own, averaged; a function that builds models gives new starts."""
 
     members: int = 10
     """networks to train"""
-    init: Literal["fresh", "given"] = "fresh"
-    """start each member from new random weights, or all from the weights given"""
 
     def __post_init__(self) -> None:
-        if self.members < 1:
-            raise ValueError(f"ensemble.members must be at least 1; got {self.members}.")
-        if self.init not in {"fresh", "given"}:
-            raise ValueError(f"ensemble.init must be 'fresh' or 'given'; got {self.init!r}.")
+        if isinstance(self.members, bool) or not isinstance(self.members, int) or self.members < 1:
+            raise ValueError(f"ensemble.members must be a whole number, at least 1; got {self.members!r}.")
 
     def fit(self, problem: Problem) -> Posterior:
         """Train all members."""
-        return fit_members("ensemble", self, problem, self.members, init=self.init)
+        return fit_points("ensemble", self, Prototype(problem), self.members)
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class MCDropout:
     """MC dropout: one network trained with dropout, which stays on for prediction, attention included."""
 
     rate: float | None = 0.1
-    """dropout rate set at every site, attention weights too; none keeps the model's own rates"""
+    """dropout rate in force wherever the model drops, attention weights too; none keeps the model's own rates"""
     draws: int = 30
     """forward passes per prediction"""
 
@@ -77,38 +69,31 @@ class MCDropout:
         if self.draws < 1:
             raise ValueError(f"mc_dropout.draws must be at least 1; got {self.draws}.")
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model with its dropout rates set."""
-        set_dropout(model, self.rate)
-        return model
-
     def fit(self, problem: Problem) -> Posterior:
         """Train with dropout and keep it on."""
-        task = task_of(problem, "mc_dropout", prepare=self.wrap)
-        _check_random(task.model(0).train(), problem.data)
-        posterior = fit_members("mc_dropout", self, problem, 1, prepare=self.wrap)
-        return replace(posterior, noisy_draws=self.draws)
-
-
-def _check_random(model: nn.Module, data: Data) -> None:
-    if not is_stochastic(model, data.to(device_of(model)).inputs):
-        raise ValueError(
-            f"mc_dropout needs a model with dropout; this one has {len(dropout_sites(model))} dropout sites and two "
-            "training passes agree exactly. Give mc_dropout.rate, or add nn.Dropout modules."
+        prototype = Prototype(problem, dropout_rate=self.rate)
+        if prototype.randomness.kind == "none":
+            raise ValueError(
+                "mc_dropout needs a model with dropout; a training pass of this one draws no random numbers. "
+                "Give it nn.Dropout modules, or rates above 0 with mc_dropout.rate=none."
+            )
+        return fit_points(
+            "mc_dropout", self, prototype, 1, noisy_draws=self.draws, dropout_rate=self.rate
         )
 
 
-def fit_members(
-    name: str,
-    method: Any,
-    problem: Problem,
-    members: int,
-    init: Literal["fresh", "given"] = "given",
-    prior: Prior | None = None,
-    prepare: Callable[[nn.Module], nn.Module] | None = None,
+def fit_points(
+    name: str, method: object, prototype: Prototype, members: int, prior: PriorSetting | None = None, **how: Any
 ) -> Posterior:
-    """Train `members` networks through the engine and hold them as a posterior."""
-    task = task_of(problem, name, init=init, prior=prior, prepare=prepare)
-    model, result = run(task, members, problem)
-    facts = facts_of(name, method, problem, result)
-    return Posterior(model, problem.likelihood, Samples(result["theta"], buffers_of(result)), facts=facts)
+    """Train `members` networks and hold them, with their buffers, as a posterior."""
+    stage = Stage(
+        prototype,
+        name,
+        prototype.problem.training,
+        prior=vector_prior(prototype, prior),
+        validation=prototype.validation,
+        identity={"prior": repr(prior)},
+    )
+    fitted = fit_stage(stage, members)
+    law = Samples(fitted.theta, fitted.buffers)
+    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), **how)

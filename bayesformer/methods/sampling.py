@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
+from dataclasses import dataclass, replace
 
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.schedules import Schedule
-from bayesformer.laws.weights import Samples
-from bayesformer.network import Layout
 from bayesformer.posterior import Posterior
-from bayesformer.priors.prior import Prior
-from bayesformer.train.loop import Collect, Training, steps_per_epoch
-from bayesformer.train.members import buffers_of, facts_of, prior_of, run, shortened, task_of
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.collect import Collect
+from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem, check_ranges
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import (
+    MODE_SHARE,
+    around,
+    find_modes,
+    is_proper,
+    posterior_of,
+    shortened,
+    vector_prior,
+)
+from bayesformer.train.training import Training
 
 EXPLORATION = 0.8  # share of a cycle spent moving without noise
 
 
 @dataclass(frozen=True)
-class _Chains(ABC):
+class Chains(ABC):
     """Settings that all samplers share."""
 
     chains: int = 1
@@ -36,7 +41,7 @@ class _Chains(ABC):
     """step size"""
     temperature: float = 1.0
     """of the posterior: 1 is Bayes, below 1 is cold, 0 is optimisation; the library divides by N"""
-    prior: str | dict[str, str] = "normal(0, 1)"
+    prior: PriorSetting = "normal(0, 1)"
     """law of every weight, or a table of laws by name pattern"""
     warm_up: float = 0.5
     """share of the epochs spent finding a mode with Adam before sampling starts"""
@@ -45,7 +50,7 @@ class _Chains(ABC):
     cycles: int = 0
     """cosine cycles of the step size, with noise and draws at the end of each; 0 keeps it constant"""
     subset: str = "*"
-    """name pattern of the weights to sample; the others stay at the mode"""
+    """name pattern of the weights to sample; the other learned ones are trained to the mode and stay there"""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -60,7 +65,8 @@ class _Chains(ABC):
         )
         prior_of(self.prior)
 
-    def _collect(self, steps: int) -> Collect:
+    def collect(self, steps: int) -> Collect:
+        """The states that are kept of a chain of this many steps."""
         if self.cycles:
             return Collect.cyclical(steps, self.cycles, self.draws, EXPLORATION)
         return Collect.spread(steps, round(self.burn_in * steps), self.draws)
@@ -71,80 +77,44 @@ class _Chains(ABC):
 
     def fit(self, problem: Problem) -> Posterior:
         """Find a mode per chain, then sample."""
-        name = type(self).__name__.lower()
-        modes, found = find_modes(name, problem, self.chains, prior_of(self.prior), self.warm_up)
-        sampling = shortened(problem.training, 1 - self.warm_up)
-        steps = sampling.epochs * steps_per_epoch(len(problem.data), sampling.batch_size)
-        task = task_of(
-            problem,
+        name, prototype = type(self).__name__.lower(), Prototype(problem)
+        share = self.warm_up or (MODE_SHARE if is_proper(prototype, self.subset) else 0.0)
+        sampling = Stage(
+            prototype,
             name,
-            training=sampling,
-            validation=None,  # nothing is selected while sampling
-            build=_Builder(self, steps),
-            prior=prior_of(self.prior),
-            collect=self._collect(steps),
-            start=modes,
-            subset=self.subset,
+            shortened(problem.training, 1 - share),
+            build=self.build,
+            collect=self.collect,
+            identity={"settings": repr(self)},
         )
-        model, result = run(task, self.chains, problem)
-        facts = facts_of(name, self, problem, result) | {"chains": self.chains}
-        facts["seconds"] += found
-        rows = spread_rows(model, modes, result["draws"], self.subset)
-        return Posterior(model.requires_grad_(True), problem.likelihood, Samples(rows.flatten(0, 1)), facts=facts)
+        self.collect(sampling.steps)  # refuses draws that do not fit before the mode is searched for
+        modes = find_modes(prototype, name, self.prior, share, self.chains)
+        part = around(prototype, modes, self.subset)
+        sampling = replace(
+            sampling,
+            prior=vector_prior(prototype, self.prior, part.space),
+            starts=part.starts,
+            skeletons=part.skeletons,
+        )
+        fitted = fit_stage(sampling, self.chains)
+        stages = [fitted] if modes.stage is None else [modes.stage, fitted]
+        facts = facts_of(name, self, prototype, *stages) | {"chains": self.chains}
+        return posterior_of(prototype, part.samples(fitted), facts)
 
-
-@dataclass(frozen=True)
-class _Builder:
-    """Builds the sampler for one chain; an object so that worker processes can have it."""
-
-    method: _Chains
-    steps: int
-
-    def __call__(self, log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG002
-        method, temperature = self.method, self.method.temperature / num_data
-        if not method.cycles:
-            return method.transform(log_joint, method.lr, temperature)
-        return method.transform(
+    def build(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG002
+        """The sampler of one chain, with constant or cyclical steps."""
+        temperature = self.temperature / num_data
+        if not self.cycles:
+            return self.transform(log_joint, self.lr, temperature)
+        return self.transform(
             log_joint,
-            schedules.cyclical_lr(method.lr, method.cycles, self.steps),
-            schedules.cyclical_temperature(temperature, method.cycles, self.steps, EXPLORATION),
+            schedules.cyclical_lr(self.lr, self.cycles, steps),
+            schedules.cyclical_temperature(temperature, self.cycles, steps, EXPLORATION),
         )
-
-
-def find_modes(name: str, problem: Problem, chains: int, prior: Prior | None, warm_up: float) -> tuple[Tensor, float]:
-    """(C, P): where chains start, found by Adam with the same prior; and the seconds it took."""
-    init = "fresh" if chains > 1 else "given"
-    task = task_of(
-        problem, f"{name}-mode", training=shortened(problem.training, warm_up or 1.0), init=init, prior=prior
-    )
-    if warm_up == 0:
-        models = [task.model(member) for member in range(chains)]
-        return torch.stack([Layout.of(m).pack(dict(m.named_parameters())) for m in models]), 0.0
-    _, result = run(task, chains, problem)
-    averages = [buffer for buffer in buffers_of(result) if "running" in buffer]
-    if averages:
-        raise ValueError(
-            f"{name} needs a model without running averages, which make its target ill-defined; "
-            f"this one has {averages[0]!r}. Freeze them or use LayerNorm."
-        )
-    return result["theta"], result["seconds"].sum().item()
-
-
-def spread_rows(model: nn.Module, base: Tensor, draws: Tensor, subset: str) -> Tensor:
-    """(C, S, P): draws of a subset (C, S, Q) put into the full weights (C, P) of their chain."""
-    if subset == "*":
-        return draws
-    inner = Layout.of(model)
-    full = Layout.of(copy.deepcopy(model).requires_grad_(True))
-    rows = base.unsqueeze(1).expand(-1, draws.shape[1], -1).clone()
-    places = full.views(rows)
-    for name, value in inner.views(draws).items():
-        places[name].copy_(value)
-    return rows
 
 
 @dataclass(frozen=True)
-class Sgld(_Chains):
+class Sgld(Chains):
     """Stochastic gradient Langevin dynamics."""
 
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
@@ -153,7 +123,7 @@ class Sgld(_Chains):
 
 
 @dataclass(frozen=True)
-class Psgld(_Chains):
+class Psgld(Chains):
     """Langevin dynamics preconditioned by the size of the gradients."""
 
     lr: float = 1e-5
@@ -168,7 +138,7 @@ class Psgld(_Chains):
 
 
 @dataclass(frozen=True)
-class Sghmc(_Chains):
+class Sghmc(Chains):
     """Stochastic gradient Hamiltonian Monte Carlo: Langevin dynamics with momentum."""
 
     lr: float = 1e-2
@@ -182,7 +152,7 @@ class Sghmc(_Chains):
 
 
 @dataclass(frozen=True)
-class Sgnht(_Chains):
+class Sgnht(Chains):
     """Nosé-Hoover thermostat: friction adapts to the noise of the gradients."""
 
     lr: float = 1e-2
@@ -204,7 +174,7 @@ class Sgnht(_Chains):
 
 
 @dataclass(frozen=True)
-class Baoab(_Chains):
+class Baoab(Chains):
     """Underdamped Langevin dynamics, split so that its variance is exact on a Gaussian."""
 
     lr: float = 1e-2

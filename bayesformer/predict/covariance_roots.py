@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from bayesformer.jacobians.sites import ElementSite, EmbeddingSite, LinearSite, Site
-from bayesformer.laws.blocks import Block, Dense, Diagonal, Kronecker, LowRank
-from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Weights
+from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
 from bayesformer.network import Layout
 
-STRIP = 128  # columns of a triangular matrix at a time: fewer multiply fewer zeros, but do it more slowly
 SHORT = 256  # numbers of a vector that is handled together with others
 CACHE = 2**19  # numbers handled at once: a Jacobian and what it is computed from should not leave the cache
 
@@ -53,7 +51,7 @@ def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) ->
     else:
         for some in _few(slopes, width, joint):
             matrices = _products(slopes[:, some], inputs[some])
-            yield some, times_root(block, (matrices.mT if site.turned else matrices).flatten(-2))
+            yield some, block.times_root((matrices.mT if site.turned else matrices).flatten(-2))
         return
     products = _products
     if basis is not None and slopes.shape[2] > inputs.shape[-1]:  # fewer rows to turn after the product than before
@@ -105,7 +103,7 @@ def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
 def row_roots(site: Site, slopes: Tensor, block: Block, joint: bool) -> Roots:
     """Of any parameter: every row of J times a root of Σ."""
     for some in _few(slopes, block.size, joint):
-        yield some, times_root(block, site.values(slopes, some).transpose(0, 1))
+        yield some, block.times_root(site.values(slopes, some).transpose(0, 1))
 
 
 def short_roots(members: list[tuple[SIMPLE, Tensor]]) -> Roots:
@@ -137,23 +135,6 @@ def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) ->
     return row_roots(site, slopes, block, joint)
 
 
-def times_root(block: Block, rows: Tensor) -> Tensor:
-    """Rows times L where Σ = L Lᵀ. `colour` multiplies by Lᵀ, the same where the root is symmetric."""
-    if isinstance(block, Dense):
-        return _times_tril(rows, block.tril)
-    if isinstance(block, LowRank):
-        white = rows * block.prior.rsqrt()
-        return white + ((white @ block.vectors) * ((1 + block.values).rsqrt() - 1)) @ block.vectors.mT
-    return block.colour(rows)
-
-
-def _times_tril(rows: Tensor, tril: Tensor) -> Tensor:
-    """Rows times L, some columns of it after another, which begin where their zeros end."""
-    flat, size = rows.reshape(-1, len(tril)), len(tril)
-    strips = [flat[:, i:] @ tril[i:, i : i + STRIP] for i in range(0, size, STRIP)]
-    return (strips[0] if len(strips) == 1 else torch.cat(strips, -1)).view(*rows.shape[:-1], size)
-
-
 class Piece(NamedTuple):
     """A block and where its weights lie."""
 
@@ -167,8 +148,8 @@ class Piece(NamedTuple):
 class Spread:
     """The blocks of a Gaussian over weights, ready to meet the sites of a forward pass."""
 
-    def __init__(self, layout: Layout, weights: Weights) -> None:
-        if not isinstance(weights, GaussianWeights | BlockGaussian):
+    def __init__(self, layout: Layout, weights: Law) -> None:
+        if not isinstance(weights, GaussianLaw):
             raise ValueError(
                 f"weights must follow a Gaussian to be linearised; got {type(weights).__name__}. "
                 "Use predictive='sampled'."
@@ -176,17 +157,37 @@ class Spread:
         self.layout, self.places = layout, _places(layout)
         self.pieces: list[Piece] = []
         self.factor: dict[str, Tensor] = {}
-        if isinstance(weights, BlockGaussian):
-            for place, block in zip(weights.places, weights.blocks, strict=True):
+        for place, block in zip(weights.places, weights.blocks, strict=True):
+            if isinstance(place, slice) and isinstance(block, Diagonal | Deviations):
+                self._by_parameter(place, block)
+            else:
                 self.pieces.append(self._piece(place, block))
-        else:
-            self._take_apart(weights)
+
+    def _by_parameter(self, place: slice, block: Diagonal | Deviations) -> None:
+        """Variances in one stretch of θ, parameter by parameter; what deviations add is kept beside them."""
+        variance = block.variance if isinstance(block, Diagonal) else block.sd.square()
+        self._check_size(place.stop - place.start, block)
+        for name, whole in self.places.items():
+            start, stop = max(whole.start, place.start), min(whole.stop, place.stop)
+            if start >= stop:
+                continue
+            inner = slice(start - place.start, stop - place.start)
+            if bool(variance[inner].any()):
+                self.pieces.append(self._piece(slice(start, stop), Diagonal(variance[inner])))
+            if isinstance(block, Deviations) and bool(block.factor[:, inner].any()):
+                rows = block.factor.new_zeros(len(block.factor), whole.stop - whole.start)
+                rows[:, start - whole.start : stop - whole.start] = block.factor[:, inner]
+                self.factor[name] = rows.mT
+
+    @staticmethod
+    def _check_size(places: int, block: Block) -> None:
+        if places != block.size:
+            raise ValueError(f"places must be as many as a block has weights, {block.size}; got {places}.")
 
     def _piece(self, place: slice | Tensor, block: Block) -> Piece:
         size = self.layout.size
         where = range(*place.indices(size)) if isinstance(place, slice) else torch.arange(size)[place.cpu()]
-        if len(where) != block.size:
-            raise ValueError(f"places must be as many as a block has weights, {block.size}; got {len(where)}.")
+        self._check_size(len(where), block)
         return self._stretch(where, block) if isinstance(where, range) else self._scattered(where, block)
 
     def _stretch(self, where: range, block: Block) -> Piece:
@@ -206,15 +207,6 @@ class Spread:
         stretch = torch.equal(where, torch.arange(start, start + len(where)))
         whole = torch.equal(where, columns)
         return Piece(block, names, position[where], slice(start, start + len(where)) if stretch else None, whole)
-
-    def _take_apart(self, weights: GaussianWeights) -> None:
-        if weights.tril is not None:
-            self.pieces.append(self._piece(slice(0, self.layout.size), Dense(weights.tril)))
-        for name, place in self.places.items():
-            if weights.sd is not None and bool(weights.sd[place].any()):
-                self.pieces.append(self._piece(place, Diagonal(weights.sd[place].square())))
-            if weights.factor is not None and bool(weights.factor[:, place].any()):
-                self.factor[name] = weights.factor[:, place].mT
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -239,7 +231,7 @@ class Spread:
             if len(used) > 1 or piece.stretch is None or self.stretch(site) != piece.stretch:
                 for some in _few(slope, block.size, joint):
                     rows = torch.cat([self._rows(name, uses[name], slope, some) for name in piece.names], -1)
-                    yield some, times_root(block, rows[..., _on(piece.columns, rows)])
+                    yield some, block.times_root(rows[..., _on(piece.columns, rows)])
             elif not joint and isinstance(site, ElementSite) and isinstance(block, SIMPLE) and block.size <= SHORT:
                 short.append((block, site.values(slope)))
             else:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bayesformer.core.types import GaussianOutputs
 from bayesformer.jacobians.sites import ElementSite, LinearSite, Site
-from bayesformer.laws.blocks import Block, Dense, Diagonal, Kronecker, LowRank
+from bayesformer.laws import Block, Dense, Diagonal, Kronecker, LowRank
 
 SQUARE = 512  # outputs up to which K by K matrices are formed where they are needed to be exact
 

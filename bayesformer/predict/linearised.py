@@ -21,8 +21,7 @@ from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.dataset import first_tensor, map_inputs
 from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
-from bayesformer.laws.blocks import Kronecker
-from bayesformer.laws.weights import Weights
+from bayesformer.laws import Kronecker, Law
 from bayesformer.network import Layout, apply
 from bayesformer.predict.covariance_roots import Spread, gram
 from bayesformer.predict.head import Parts, add_block, features_of
@@ -45,7 +44,7 @@ class Final(NamedTuple):
 class Linearised:
     """A model in eval mode that holds the mean of a Gaussian over its weights; call it on inputs."""
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Weights) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, weights: Law) -> None:
         self.spread = Spread(layout, weights)
         self.model, self.capture = model, Capture(model, self.spread.names)
         self._final: Final | None = None
@@ -280,7 +279,7 @@ def _chunks(inputs: Inputs, size: int) -> Iterator[Inputs]:
 
 
 def linearised_outputs(
-    model: nn.Module, layout: Layout, weights: Weights, inputs: Inputs, batch_size: int = 64
+    model: nn.Module, layout: Layout, weights: Law, inputs: Inputs, batch_size: int = 64
 ) -> GaussianOutputs:
     """Mean and covariance of the outputs of every example; `model` holds the mean of the weights, in eval mode."""
     return Linearised(model, layout, weights)(inputs, batch_size)

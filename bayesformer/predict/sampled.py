@@ -7,166 +7,190 @@ separate passes would make.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from bayesformer.attention import attention_mode, families
-from bayesformer.attention.noise import streams
-from bayesformer.core.progress import Reporter, Silent
-from bayesformer.core.seeds import fold, stream
+from bayesformer.core.seeds import fold
+from bayesformer.core.strategy import CHUNK, Strategy, check_strategy, prefers_batched
 from bayesformer.core.types import Inputs, Params
-from bayesformer.dataset import first_tensor, map_inputs, tensors_of
-from bayesformer.engine import Strategy, run_members
-from bayesformer.network import FlatModel, apply, batched_outputs, stochastic_mode
+from bayesformer.data.inputs import first_tensor, map_inputs
+from bayesformer.laws import Law, buffers_of
+from bayesformer.model.calling import apply, select_output, split_inputs
+from bayesformer.model.modes import set_training
+from bayesformer.model.randomness import Randomness, find_randomness, pass_noise, plain_attention
+from bayesformer.model.shell import Shell
 
-VALUES = "values"
-TOGETHER = 4096  # input numbers of all draws in one pass: more leave the cache
+TOGETHER = 4096  # input numbers of all draws of attention in one pass: more leave the cache
 
 
-@dataclass
-class PredictTask:
-    """Outputs of every draw on one set of inputs.
+@dataclass(frozen=True)
+class DrawPlan:
+    """How the outputs of draws are computed.
 
-    A draw is a row of `theta` with its own `buffers`; with `noisy`, all draws use row 0 and differ by the noise of
-    dropout or attention, from a stream of their own. With `attention`, a row's attention is drawn as well.
+    A draw is a row of the law with its own buffers. With `noisy`, all draws use row 0 and differ by the noise of
+    dropout, random weights or attention, each from a stream of its own. With `attention`, a row's attention is drawn
+    as well.
     """
 
-    model: FlatModel
-    theta: Tensor  # (L, P), or (1, P) with `noisy`
-    buffers: Params
-    inputs: Inputs
-    batch_size: int
+    law: Law
     noisy: bool = False
-    seed: int = 0
     attention: bool = False
-    _loaded: int | None = field(default=None, init=False)  # the row that the model holds
+    seed: int = 0
+    dropout_rate: float | None = None
+    held: tuple[str, ...] = ()
+    """modules in evaluation mode while the noise of the others is on"""
 
-    def single(self, member: int, reporter: Reporter) -> Params:  # noqa: ARG002
-        """Outputs of one draw, (N, ...)."""
-        self._load(member)
-        with torch.inference_mode(), stream(self.seed, "draw", member), self._drawing():
-            parts = [apply(self.model.module, chunk) for chunk in self.chunks()]
-        return {VALUES: torch.cat(parts)}
+    def generators(self, draws: Sequence[int], device: torch.device) -> list[torch.Generator]:
+        """One per draw, named by the seed and the draw's number."""
+        return [torch.Generator(device).manual_seed(fold(self.seed, "draw", draw)) for draw in draws]
 
-    def batched(self, members: Sequence[int], reporter: Reporter) -> Params:  # noqa: ARG002
-        """Outputs of several draws, (L, N, ...)."""
+    def load(self, shell: Shell, draw: int) -> None:
+        """Weights, buffers and modes of one draw."""
+        row = 0 if self.noisy else draw
+        shell.load(self.law.row(row, self.seed))
+        shell.load_buffers(buffers_of(self.law, row))
         if self.noisy:
-            return {VALUES: self._together(members, self.chunks())}
-        self.model.module.eval()
-        params = self.model.layout.views(self.theta[list(members)])
-        params |= {name: value[list(members)] for name, value in self.buffers.items()}
-        with torch.no_grad():
-            parts = [batched_outputs(self.model.module, params, chunk) for chunk in self.chunks()]
-        return {VALUES: torch.cat(parts, 1)}
+            set_training(shell.module, self.held)
+        else:
+            shell.module.eval()
 
-    def trial(self, members: Sequence[int]) -> Callable[[], object]:
-        """One batch."""
-        chunk = next(self.chunks())
-        if len(members) > 1 and self.noisy:
-            return lambda: self._together(members, [chunk])
-        if len(members) > 1:
-            params = self.model.layout.views(self.theta[list(members)])
-            return lambda: batched_outputs(self.model.module, params, chunk)
+    def drawing(self, shell: Shell, together: int | None = None) -> AbstractContextManager[None]:
+        """Stochastic attention drawn, where draws are of it."""
+        if self.attention or (self.noisy and families(shell.module)):
+            return attention_mode(shell.module, "draw", together, kl=False)
+        return nullcontext()
 
-        def one() -> Tensor:
-            self._load(members[0])
-            with torch.inference_mode(), self._drawing():
-                return apply(self.model.module, chunk)
+    def randomness(self, shell: Shell, inputs: Inputs) -> Randomness:
+        """How a pass draws its random numbers, by one trial on two examples."""
+        if not (self.noisy or self.attention):
+            return Randomness()
+        self.load(shell, 0)
+        few = map_inputs(inputs, lambda x: x[:2])
+        with self.drawing(shell), torch.no_grad():
+            return find_randomness(shell.module, lambda: shell(few), dropout_rate=self.dropout_rate)
 
-        return one
+
+class Sampler:
+    """Draws made ready on one shell: call `passes` with batches of inputs."""
+
+    def __init__(
+        self,
+        shell: Shell,
+        how: DrawPlan,
+        count: int,
+        few: Inputs,
+        strategy: Strategy = "auto",
+        known: dict[Any, Any] | None = None,
+    ) -> None:
+        check_strategy(strategy)
+        self.shell, self.how, self.count = shell, how, count
+        self.known = {} if known is None else known  # findings of earlier trials on the same model
+        self.random = self._found(("randomness", how.noisy, how.attention), lambda: how.randomness(shell, few))
+        self.device = shell.theta.device
+        self.generators = how.generators(range(count), self.device)
+        self.together = self._group(few, strategy)
+
+    def passes(self, batches: Sequence[Inputs]) -> Iterator[tuple[int, int, Tensor]]:
+        """(first draw, number of the batch, outputs (l, B, ...)) for all draws and batches; weights are loaded once."""
+        if self.together == 1:
+            for draw in range(self.count):
+                for number, batch in enumerate(batches):
+                    yield draw, number, self.one(draw, batch, number == 0)[None]
+            return
+        for start in range(0, self.count, self.together):
+            draws = range(start, min(start + self.together, self.count))
+            for number, batch in enumerate(batches):
+                yield start, number, self._several(draws, batch)
+
+    def one(self, draw: int, inputs: Inputs, fresh: bool = True) -> Tensor:
+        """(B, ...): outputs of one draw; without `fresh`, the shell holds its weights already."""
+        if fresh and not (self.how.noisy and draw):  # all noise has the weights of row 0
+            self.how.load(self.shell, draw)
+        elif self.how.law.buffers:
+            row = 0 if self.how.noisy else draw
+            self.shell.load_buffers(buffers_of(self.how.law, row))  # a pass may have changed them
+        passing = self.random.passing(self.generators[draw], self.how.dropout_rate) if self._is_random else nullcontext()
+        with torch.inference_mode(), passing, self.how.drawing(self.shell):
+            return apply(self.shell.module, inputs)
 
     @property
-    def chunk(self) -> int | None:
-        """Draws per pass, where they share their weights; None leaves it to the engine."""
-        if not self.noisy or self.device.type != "cpu":
-            return None
-        numbers = first_tensor(next(self.chunks())).numel()
-        return max(2, TOGETHER // max(numbers, 1))
+    def _is_random(self) -> bool:
+        return self.how.noisy or self.how.attention
 
-    def _together(self, members: Sequence[int], chunks: Iterable[Inputs]) -> Tensor:
-        """(L, N, ...): draws of attention in one pass per batch."""
-        self._load(0)
-        module, device = self.model.module, self.device
-        own = [torch.Generator(device).manual_seed(fold(self.seed, "draw", member)) for member in members]
-        with torch.inference_mode(), attention_mode(module, "draw", len(members), kl=False), streams(own):
-            return torch.cat([apply(module, chunk) for chunk in chunks], 1)
+    def _several(self, draws: Sequence[int], inputs: Inputs) -> Tensor:
+        if self.how.noisy:
+            self.how.load(self.shell, 0)
+            own = [self.generators[draw] for draw in draws]
+            with torch.inference_mode(), self.how.drawing(self.shell, len(own)), pass_noise(own):
+                return apply(self.shell.module, inputs)
+        self.shell.module.eval()
+        rows = torch.stack([self.how.law.row(draw, self.how.seed) for draw in draws])
+        params = dict(self.shell.space.views(rows))
+        buffers = [buffers_of(self.how.law, draw) for draw in draws]
+        params |= {name: torch.stack([own[name] for own in buffers]) for name in buffers[0]}
+        return vmapped_outputs(self.shell, params, inputs)
 
-    def chunks(self) -> Iterator[Inputs]:
-        """The inputs, `batch_size` examples at a time."""
-        for start in range(0, len(first_tensor(self.inputs)), self.batch_size):
-            yield map_inputs(self.inputs, lambda x, a=start: x[a : a + self.batch_size])
+    def _group(self, few: Inputs, strategy: Strategy) -> int:
+        """Draws per pass: by the size of the problem, and only if draws made together are those made alone."""
+        if self.count == 1 or strategy == "looped":
+            return 1
+        numbers = first_tensor(few).numel()
+        if self.how.noisy:
+            size = max(1, TOGETHER // max(numbers, 1)) if self.device.type == "cpu" else CHUNK
+            wanted = size > 1 and bool(families(self.shell.module))
+        else:
+            size = CHUNK
+            wanted = prefers_batched(self.shell.space.size, numbers, min(size, self.count), self.device)
+        if strategy == "batched":
+            size, wanted = max(size, 2), True
+        reason = self._found(("together", self.how.noisy, self.how.attention), lambda: self._why_not_together(few)) if wanted else None
+        if reason is not None and strategy == "batched":
+            raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
+        return size if wanted and reason is None else 1
 
-    @property
-    def units(self) -> int:
-        """Batches."""
-        return -(-len(first_tensor(self.inputs)) // self.batch_size)
+    def _found(self, key: Any, find: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = find()
+        return self.known[key]
 
-    @property
-    def device(self) -> torch.device:
-        """The weights' device."""
-        return self.theta.device
-
-    @cached_property
-    def signature(self) -> str:
-        """Model, batch and number of batches."""
-        shapes = [(min(len(t), self.batch_size), *t.shape[1:]) for t in tensors_of(self.inputs)]
-        text = f"{self.model.layout}{shapes}{self.units}{self.noisy}{self.attention}{self.model.module}{self.device}"
-        return "predict " + hashlib.sha256(text.encode()).hexdigest()[:12]
-
-    def why_not_batched(self) -> str | None:
-        """Noise of separate streams has a batched form in attention only, and some models cannot be vmapped."""
-        if self.noisy:
-            return self._why_not_together()
-        if self.attention:
+    def _why_not_together(self, few: Inputs) -> str | None:
+        if self.how.attention:
             return "every draw has weights and an attention stream of its own"
+        if self.how.noisy and not families(self.shell.module):
+            return "every draw has a dropout stream of its own"
+        if self.shell.facts.staged:
+            return "inferred weights have another precision than the vector they are kept in"
+        few = map_inputs(few, lambda x: x[:2])
+        trial = [replaced(self, self.how.generators((0, 1), self.device)) for _ in range(2)]
+        alone = torch.stack([trial[0].one(draw, few) for draw in (0, 1)])
         try:
-            self.trial([0, 0])()
-        except RuntimeError as error:
-            return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
-        return None
-
-    def _why_not_together(self) -> str | None:
-        """Draws made together must be the draws made alone; whether they are is seen by making two of each."""
-        reason = "every draw has a dropout stream of its own"
-        if not families(self.model.module):
-            return reason
-        few = replace(self, inputs=map_inputs(self.inputs, lambda x: x[:2]))
-        alone = [few.single(member, Silent())[VALUES] for member in (0, 1)]
-        try:
-            together = few.batched((0, 1), Silent())[VALUES]
+            together = trial[1]._several((0, 1), few)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"the model does not take several draws at once ({str(error).splitlines()[0]})"
-        same = together.shape == (2, *alone[0].shape) and torch.allclose(together, torch.stack(alone), 1e-3, 1e-4)
-        return None if same else reason
-
-    def _drawing(self) -> AbstractContextManager[None]:
-        return attention_mode(self.model.module, "draw", kl=False) if self.attention or self.noisy else nullcontext()
-
-    def _load(self, member: int) -> None:
-        row = 0 if self.noisy else member
-        if row == self._loaded and not self.buffers:  # a pass may have changed those
-            return  # noise has one row only; looking through all modules again would cost a part of a pass
-        self.model.load(self.theta[row])
-        self.model.load_buffers({name: value[row] for name, value in self.buffers.items()})
-        if self.noisy:
-            stochastic_mode(self.model.module)
-        else:
-            self.model.module.eval()
-        self._loaded = row
+        same = together.shape == alone.shape and torch.allclose(together, alone, 1e-3, 1e-4)
+        return None if same else "draws made together are not the draws made alone"
 
 
-def sampled_outputs(
-    task: PredictTask,
-    draws: int,
-    strategy: Strategy = "auto",
-    workers: int | None = None,
-    reporter: Reporter | None = None,
-) -> Tensor:
-    """(L, N, ...): outputs of the first `draws` draws."""
-    return run_members(task, range(draws), strategy, workers, reporter)[VALUES]
+def replaced(sampler: Sampler, generators: list[torch.Generator]) -> Sampler:
+    """The same sampler with other generators, for a trial."""
+    other = object.__new__(Sampler)
+    other.__dict__ = {**sampler.__dict__, "generators": generators, "together": 1}
+    return other
+
+
+def vmapped_outputs(shell: Shell, params: Params, inputs: Inputs) -> Tensor:
+    """(L, B, ...): outputs on one input under L sets of weights and buffers with a leading axis, by one vmap."""
+    args, kwargs = split_inputs(inputs)
+
+    def one(own: Params) -> Tensor:
+        return select_output(functional_call(shell.module, own, args, kwargs))
+
+    with plain_attention(), torch.no_grad():
+        return torch.vmap(one)(params)

@@ -30,8 +30,8 @@ class Prior:
 
     groups: Mapping[str, Distribution | None]
 
-    def assign(self, names: Iterable[str]) -> dict[str, Distribution | None]:
-        """The law of every name."""
+    def assign(self, names: Iterable[str], known: Iterable[str] | None = None) -> dict[str, Distribution | None]:
+        """The law of every name. A pattern may match only others among the `known` names, but not none at all."""
         names = list(names)
         assigned: dict[str, Distribution | None] = {}
         used = set()
@@ -44,6 +44,7 @@ class Prior:
                 )
             used.add(pattern)
             assigned[name] = self.groups[pattern]
+        used |= {next((p for p in self.groups if fnmatchcase(name, p)), "*") for name in known or ()}
         idle = [p for p in self.groups if p not in used and p != "*"]
         if idle:
             raise ValueError(f"prior pattern {idle[0]!r} must match a parameter; names are {names}.")

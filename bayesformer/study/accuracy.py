@@ -33,7 +33,7 @@ from bayesformer.core.storage import write_json
 from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.dataset import Data, first_tensor, map_inputs
 from bayesformer.datasets import digits
-from bayesformer.laws.weights import GaussianWeights
+from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.methods import Problem, Vi
 from bayesformer.network import FlatModel, Layout, apply
@@ -69,7 +69,7 @@ class Case:
     name: str
     model: nn.Module
     layout: Layout
-    weights: GaussianWeights
+    weights: GaussianLaw
     inputs: Inputs  # at least COST_INPUTS
     count: int  # inputs compared with draws
 
@@ -93,11 +93,11 @@ class Row:
 
 def fitted(
     model: Callable[[], nn.Module], likelihood: Likelihood, data: Data, training: Training
-) -> tuple[nn.Module, Layout, GaussianWeights]:
+) -> tuple[nn.Module, Layout, GaussianLaw]:
     """Model, layout and diagonal Gaussian of a short variational fit."""
     posterior = Vi(warm_up=0.5, log_sd=-4.0).fit(Problem(model, likelihood, data, training=training))
     weights = posterior.weights
-    assert isinstance(weights, GaussianWeights)
+    assert isinstance(weights, GaussianLaw)
     flat = FlatModel(posterior.model)
     flat.load(weights.mean)
     return flat.module.eval(), posterior.layout, weights

@@ -1,281 +1,219 @@
-"""Training of a method's members, as a task for the engine."""
+"""Many members of one method: networks of an ensemble, chains, or a single one."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bayesformer.attention import attention_kl, families
-from bayesformer.core.errors import unknown_name
 from bayesformer.core.progress import Reporter
-from bayesformer.core.seeds import stream
-from bayesformer.core.types import LogJoint, ModelFactory, Params, Transform
+from bayesformer.core.strategy import run_members
+from bayesformer.core.types import LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA
-from bayesformer.dataset import Data
-from bayesformer.dropout import dropout_sites
-from bayesformer.engine import run_members
+from bayesformer.data.batches import Batches
 from bayesformer.inference import optimise
-from bayesformer.likelihoods import Likelihood
-from bayesformer.network import FlatLogJoint, FlatModel, Layout, device_of, is_stochastic, reinitialise, trainable
-from bayesformer.priors.improved import IMPROVED
-from bayesformer.priors.prior import Prior, as_prior
-from bayesformer.train.loop import Collect, Job, Trained, Training, train
-from bayesformer.train.problem import Problem, check_problem
+from bayesformer.laws.samples import shared
+from bayesformer.model.modes import set_training
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.train.collect import Collect
+from bayesformer.train.loop import Job, Trained, train
+from bayesformer.train.objective import KlWeight, Objective, Term
+from bayesformer.train.problem import Problem, settings_of
+from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.training import Training
+from bayesformer.train.vector_prior import VectorPrior
 
 
 class BuildTransform(Protocol):
-    """How a method makes its transform; N is the number of training examples. Must be picklable."""
+    """How a method makes its transform, given the objective, the training settings, the steps in all and N."""
 
-    def __call__(self, log_joint: LogJoint, training: Training, num_data: int) -> Transform:
-        """The transform."""
+    def __call__(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:
+        """The transform for one member, or for several in rows."""
         ...
 
 
-def prior_of(setting: str | dict[str, str]) -> Prior:
-    """The prior a setting names: a law, a table of laws, or a table of the thesis, as in "improved/m1"."""
-    if isinstance(setting, str) and setting.startswith("improved/"):
-        name = setting.removeprefix("improved/")
-        if name not in IMPROVED:
-            raise unknown_name("improved prior", name, IMPROVED)
-        return as_prior(IMPROVED[name])
-    return as_prior(setting)
-
-
-def build_optimiser(log_joint: LogJoint, training: Training, num_data: int) -> Transform:
+def build_optimiser(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     """Adam as the training settings describe it."""
-    return optimise.build(log_joint, training.adam(num_data), training.clip)
-
-
-@dataclass(frozen=True)
-class AttentionCost:
-    """The KL of a model's stochastic attention, in nats for all data: part of what is inferred about its weights."""
-
-    num_data: int
-
-    def __call__(self, model: nn.Module) -> Tensor:
-        """N times the mean of the batch."""
-        return self.num_data * attention_kl(model).mean()
+    return optimise.build(log_joint, training.adam(steps), training.clip)
 
 
 @dataclass
-class TrainTask:
-    """Training of every member of a method."""
+class Stage:
+    """One stage of a fit: members trained by one transform from their starts."""
 
-    source: nn.Module | ModelFactory
-    likelihood: Likelihood
-    data: Data
-    validation: Data | None
-    training: Training
-    seed: int
+    prototype: Prototype
     label: str
+    training: Training
     build: BuildTransform = build_optimiser
-    init: Literal["fresh", "given"] = "given"
-    prior: Prior | None = None
-    penalty: Callable[[nn.Module], Tensor] | None = None
-    """a term to subtract from the log joint, read off the module, in nats for all data"""
-    prepare: Callable[[nn.Module], nn.Module] | None = None
-    """changes or wraps a fresh model before training"""
-    collect: Collect | None = None
-    start: Tensor | None = None
-    """(L, P): weights to start the members from"""
-    subset: str = "*"
-    """name pattern of the parameters to infer; the others keep their starting values"""
-    checkpoint: Path | None = None
-    checkpoint_seconds: float = 10.0
+    prior: VectorPrior | None = None
+    validation: Batches | None = None
+    kl_weight: KlWeight | None = None
+    terms: tuple[Term, ...] = ()
+    samples: int = 1
+    replacement: bool = False
+    collect: Callable[[int], Collect] | None = None
+    """from the number of steps in all to the states that are kept"""
+    starts: Sequence[Start] | None = None
+    """where members start; None asks the prototype"""
+    skeletons: Sequence[Skeleton] | None = None
+    """the skeleton of each member, where its fixed weights are its own; None: the prototype's for all"""
+    identity: dict[str, Any] = field(default_factory=dict)
 
-    def model(self, member: int) -> nn.Module:
-        """The untrained network of one member."""
-        with stream(self.seed, "init", member):
-            if isinstance(self.source, nn.Module):
-                model = copy.deepcopy(self.source)
-                if self.init == "fresh":
-                    reinitialise(model)
-            else:
-                model = self.source()
-            if self.prepare is not None:
-                model = self.prepare(model)
-        if self.start is not None:
-            weights = Layout.of(model).views(self.start[member])
-            with torch.no_grad():
-                for name, parameter in trainable(model).items():
-                    parameter.copy_(weights[name])
-        return freeze_outside(model, self.subset)
+    @property
+    def problem(self) -> Problem:
+        """The problem being solved."""
+        return self.prototype.problem
+
+    @property
+    def steps(self) -> int:
+        """Steps in all, at most."""
+        joined = self.prototype.moves_buffers
+        per_epoch = self.prototype.data.steps(self.training.batch_size, join_single=joined)
+        if per_epoch is None:
+            size = self.prototype.data.batch_size or self.training.batch_size
+            per_epoch = -(-self.problem.num_data // size)
+        return self.training.steps(per_epoch)
+
+    def skeleton(self, member: int) -> Skeleton:
+        """The skeleton that a member is trained on."""
+        return self.prototype.skeleton if self.skeletons is None else self.skeletons[member]
+
+    def start(self, member: int) -> Start:
+        """Where a member starts."""
+        return self.prototype.start(member) if self.starts is None else self.starts[member]
 
     def job(self, members: Sequence[int]) -> Job:
         """The members as one job of the training loop."""
-        models = [FlatModel(self.model(member)) for member in members]
-        first = models[0]
-        theta = first.theta if len(members) == 1 else torch.stack([m.theta for m in models])
-        penalty = self.penalty
-        if penalty is None and families(first.module):
-            penalty = AttentionCost(len(self.data))
-        joint = FlatLogJoint(first, self.likelihood, self.prior, len(self.data), penalty)
+        prototype, steps, count = self.prototype, self.steps, self.problem.num_data
+        starts = [self.start(member) for member in members]
+        shell = self.skeleton(members[0]).shell()
+        shell.load_buffers(starts[0].buffers)
+        objective = Objective(
+            shell,
+            prototype.likelihood,
+            count,
+            self.prior,
+            kl_weight=self.kl_weight,
+            terms=self.terms,
+            samples=self.samples,
+            autocast=self.training.precision == "bf16",
+        )
         return Job(
-            model=first,
-            transform=self.build(joint, self.training, len(self.data)),
-            theta=theta,
-            data=self.data.to(theta.device),
-            validation=None if self.validation is None else self.validation.to(theta.device),
-            likelihood=self.likelihood,
+            shell=shell,
+            transform=self.build(objective, self.training, steps, count),
+            theta=starts[0].theta if len(members) == 1 else torch.stack([start.theta for start in starts]),
+            data=prototype.data,
+            validation=self.validation,
+            likelihood=prototype.likelihood,
             training=self.training,
-            seed=self.seed,
+            seed=self.problem.seed,
             members=tuple(members),
-            collect=self.collect,
-            identity={"method": self.label, "prior": repr(self.prior), "init": self.init, "subset": self.subset},
+            steps=steps,
+            randomness=prototype.randomness,
+            dropout_rate=prototype.dropout_rate,
+            held=prototype.held,
+            replacement=self.replacement,
+            join_single=prototype.moves_buffers,
+            collect=None if self.collect is None else self.collect(steps),
+            identity={"method": self.label, "init": self.problem.init, **self.identity},
         )
 
-    def single(self, member: int, reporter: Reporter) -> Params:
+    def single(self, member: int, reporter: Reporter) -> Trained:
         """Train one member."""
-        trained = self._train([member], reporter)
-        # One member's state has no leading axis; everything else has.
-        state = {f"state.{name}": value for name, value in trained.state.items()}
-        return {**{k: v[0] for k, v in self._result(trained).items()}, **state}
+        return self._train([member], reporter)
 
-    def batched(self, members: Sequence[int], reporter: Reporter) -> Params:
+    def batched(self, members: Sequence[int], reporter: Reporter) -> Trained:
         """Train several members in lockstep."""
-        trained = self._train(members, reporter)
-        count = len(members)
-        state = {
-            f"state.{name}": value if value.dim() and len(value) == count else value.expand(count, *value.shape)
-            for name, value in trained.state.items()
-        }
-        return {**self._result(trained), **state}
+        return self._train(members, reporter)
 
     def _train(self, members: Sequence[int], reporter: Reporter) -> Trained:
-        path = None
-        if self.checkpoint is not None:
-            path = self.checkpoint / f"{self.label}-{members[0]}-{members[-1]}.safetensors"
-        return train(self.job(members), path, self.checkpoint_seconds, reporter)
-
-    @staticmethod
-    def _result(trained: Trained) -> Params:
-        members = len(trained.theta)
-        return {
-            "theta": trained.theta,
-            "best_epoch": trained.best_epoch,
-            "validation": trained.best_score,
-            "epochs": torch.full((members,), len(trained.history)),
-            "seconds": torch.full((members,), trained.seconds / members, dtype=torch.float64),
-            **({} if trained.draws is None else {"draws": trained.draws}),
-            **{f"buffer.{name}": value for name, value in trained.buffers.items()},
-        }
-
-    def trial(self, members: Sequence[int]) -> Callable[[], object]:
-        """One step on the first batch."""
-        job = self.job(members)
-        size = min(self.training.batch_size, len(self.data))
-        index = torch.arange(size, device=job.theta.device)
-        batch = job.data.take(index if len(members) == 1 else index.expand(len(members), size))
-        state = job.transform.init({THETA: job.theta})
-        job.model.module.train()
-        return lambda: job.transform.update(state, batch)
-
-    @property
-    def units(self) -> int:
-        """Steps."""
-        return self.training.epochs * -(-len(self.data) // self.training.batch_size)
+        path, folder = None, self.problem.checkpoint
+        if folder is not None:
+            path = Path(folder) / f"{self.label}-{members[0]}-{members[-1]}.safetensors"
+        return train(self.job(members), path, self.problem.checkpoint_seconds, reporter)
 
     @cached_property
-    def _example(self) -> nn.Module:
-        return self.model(0)
+    def size(self) -> tuple[int, int]:
+        """Weights of a member, and numbers that enter a step: what decides whether members are trained in lockstep."""
+        batch = self.prototype.few
+        per_example = max(x.numel() for x in batch.tensors()) // len(batch.targets)
+        return self.skeleton(0).space.size, per_example * self.training.batch_size
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
-        return device_of(self._example)
-
-    @cached_property
-    def signature(self) -> str:
-        """Model, algorithm, batch and number of steps."""
-        rates = [getattr(module, name) for module, name in dropout_sites(self._example)]
-        batch = self.data.take(slice(0, self.training.batch_size))
-        text = f"{self._example}{rates}{self.build}{self.subset}{batch.targets.shape}{self.units}{self.device}"
-        return "train " + hashlib.sha256(text.encode()).hexdigest()[:12]
+        """Where the weights are."""
+        return self.prototype.skeleton.device
 
     def why_not_batched(self) -> str | None:
         """Members in lockstep share one pass, which must be free of noise and of state of its own."""
-        model = copy.deepcopy(self._example).train()
-        before = {name: value.clone() for name, value in model.named_buffers()}
-        few = self.data.to(self.device).take(slice(0, 2)).inputs
-        if self.subset != "*":
-            return "every member has frozen weights of its own"
-        if self.penalty is not None or is_stochastic(model, few):
+        if self.prototype.data.tensors is None:
+            return "the data are not tensors in memory, and members read them in different orders"
+        if self.skeletons is not None:
+            return "every member has fixed weights of its own"
+        if self.prototype.randomness.kind != "none" or self.kl_weight is not None or self.terms:
             return "the model has dropout or noise, and every member has a noise stream of its own"
-        if any(not torch.equal(before[name], value) for name, value in model.named_buffers()):
+        if self.prototype.moves_buffers:
             return "training changes the model's buffers (running averages)"
+        if self.prototype.skeleton.facts.staged:
+            return "inferred weights have another precision than the vector they are kept in"
         try:
-            self.trial([0, 1])()
+            job = self.job([0, 1])
+            set_training(job.shell.module, job.held)
+            data = self.prototype.data.tensors.take(torch.zeros(2, 2, dtype=torch.int64))
+            job.transform.update(job.transform.init({THETA: job.theta}), data.to(self.device))
         except RuntimeError as error:
             return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
         return None
 
 
-def freeze_outside(model: nn.Module, subset: str) -> nn.Module:
-    """The model with only the parameters whose names match left to train."""
-    if subset == "*":
-        return model
-    named = trainable(model)
-    if not any(fnmatchcase(name, subset) for name in named):
-        raise ValueError(f"subset must match a trainable parameter; {subset!r} matches none of {list(named)}.")
-    for name, parameter in named.items():
-        parameter.requires_grad_(fnmatchcase(name, subset))
-    return model
+@dataclass(frozen=True)
+class Fitted:
+    """All members after a stage, stacked in their order."""
+
+    theta: Tensor  # (L, P)
+    buffers: Params  # each (L, ...)
+    states: list[Any]  # the last state of the transform of each job; one per member unless they ran in lockstep
+    draws: Tensor | None  # (L, S, P)
+    draw_buffers: Params  # each (L, S, ...)
+    strategy: str
+    facts: dict[str, Any]
 
 
-def task_of(problem: Problem, label: str, **options: Any) -> TrainTask:
-    """A training task on this problem."""
-    return TrainTask(
-        source=problem.model,
-        likelihood=problem.likelihood,
-        data=problem.data,
-        validation=options.pop("validation", problem.validation),
-        training=options.pop("training", problem.training),
-        seed=problem.seed,
-        label=label,
-        checkpoint=problem.checkpoint,
-        checkpoint_seconds=problem.checkpoint_seconds,
-        **options,
-    )
+def fit_stage(stage: Stage, members: int) -> Fitted:
+    """Train all members of a stage, however they are run."""
+    problem = stage.problem
+    strategy, results = run_members(stage, range(members), problem.strategy, problem.workers, problem.reporter)
+    draws = None if results[0].draws is None else torch.cat([r.draws for r in results])
+    joined = {name: torch.cat([r.buffers[name] for r in results]) for name in results[0].buffers}
+    kept = {name: torch.cat([r.draw_buffers[name] for r in results]) for name in results[0].draw_buffers}
+    facts = {
+        "epochs": [r.epochs for r in results for _ in r.theta],
+        "steps": [r.steps for r in results for _ in r.theta],
+        "best_epoch": torch.cat([r.best_epoch for r in results]).tolist(),
+        "seconds": sum(r.seconds for r in results),
+        "converged": [value for r in results for value in r.converged],
+        "strategy": strategy,
+    }
+    theta = results[0].theta if len(results) == 1 else torch.cat([r.theta for r in results])
+    return Fitted(theta, shared(joined), [r.state for r in results], draws, kept, strategy, facts)
 
 
-def run(task: TrainTask, members: int, problem: Problem) -> tuple[nn.Module, Params]:
-    """Check the problem, train all members; returns member 0's untrained model and the results by name."""
-    model = task.model(0)
-    if task.prior is not None:
-        task.prior.assign(trainable(model))
-    check_problem(model, problem)
-    result = run_members(task, range(members), problem.strategy, problem.workers, problem.reporter)
-    return model.eval(), result
-
-
-def facts_of(name: str, method: Any, problem: Problem, result: Params) -> dict[str, Any]:
-    """What is known of a posterior's making."""
+def facts_of(name: str, method: object, prototype: Prototype, *stages: Fitted) -> dict[str, Any]:
+    """What is known of a posterior's making, over all stages of its fit."""
+    problem, last = prototype.problem, stages[-1]
     return {
-        "method": {"name": name, **asdict(method)},
+        "method": {"name": name, **settings_of(method)},
         "training": asdict(problem.training),
         "seed": problem.seed,
-        "num_data": len(problem.data),
+        "num_data": problem.num_data,
         "data": problem.data.fingerprint(),
-        "epochs": result["epochs"].tolist(),
-        "best_epoch": result["best_epoch"].tolist(),
-        "seconds": result["seconds"].sum().item(),
+        "init": problem.init if not callable(problem.model) or hasattr(problem.model, "parameters") else "built",
+        **last.facts,
+        "seconds": sum(stage.facts["seconds"] for stage in stages),
+        "converged": stages[0].facts["converged"],
     }
-
-
-def buffers_of(result: Params) -> Params:
-    """Running averages of the members."""
-    return {k.removeprefix("buffer."): v for k, v in result.items() if k.startswith("buffer.")}
-
-
-def shortened(training: Training, share: float) -> Training:
-    """The same training with a share of its epochs, at least one."""
-    return replace(training, epochs=max(1, round(training.epochs * share)))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-import torch
 from torch import nn
 
 from bayesformer.core.progress import Reporter, Silent
+from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import ModelFactory
-from bayesformer.dataset import Data
-from bayesformer.engine import Strategy
+from bayesformer.data import as_batches
+from bayesformer.data.batches import Batches
+from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood
-from bayesformer.network import apply, device_of
+from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
+
+INITS = ("given", "fresh", "head")
 
 
 @dataclass(frozen=True)
@@ -25,15 +29,44 @@ class Problem:
 
     model: nn.Module | ModelFactory
     likelihood: Likelihood
-    data: Data
-    validation: Data | None = None
+    data: Batches
+    validation: Batches | None = None
     training: Training = field(default_factory=Training)
     seed: int = 0
+    infer: Choice = None
+    """which weights are learned at all; None: those that require a gradient"""
+    init: Literal["given", "fresh", "head"] = "given"
+    """where members start: at the weights given, at new random ones, or with only `head` new"""
+    head: Choice = None
+    """which weights init="head" draws anew"""
+    preparation: Preparation = field(default_factory=Preparation)
+    """changes of the model that come before those of the method"""
+    prior: Posterior | None = None
+    """an earlier Gaussian posterior that takes the place of the method's prior"""
     strategy: Strategy = "auto"
     workers: int | None = None
     checkpoint: Path | None = None
     checkpoint_seconds: float = 10.0
     reporter: Reporter = field(default_factory=Silent)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", as_batches(self.data, "data"))
+        if self.validation is not None:
+            object.__setattr__(self, "validation", as_batches(self.validation, "validation"))
+        if self.init not in INITS:
+            raise ValueError(f"init must be 'given', 'fresh' or 'head'; got {self.init!r}.")
+        if (self.init == "head") != (self.head is not None):
+            raise ValueError(
+                "head must name the weights to draw anew, with init='head' and only then; "
+                f"got init={self.init!r}, head={self.head!r}."
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be a whole number; got {self.seed!r}.")
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training examples."""
+        return self.data.require_num_data()
 
 
 class Method(Protocol):
@@ -55,21 +88,6 @@ def check_ranges(method: object, **rules: bool) -> None:
             raise ValueError(f"{type(method).__name__.lower()}.{name} is out of range; got {getattr(method, name)}.")
 
 
-def check_problem(model: nn.Module, problem: Problem) -> None:
-    """Run the model on two examples and see that its outputs, the likelihood and all targets fit together."""
-    model.eval()
-    for label, given in [("train", problem.data), ("validation", problem.validation)]:
-        if given is None:
-            continue
-        data = given.to(device_of(model))
-        few = data.take(slice(0, 2))
-        with torch.no_grad():
-            outputs = apply(model, few.inputs)
-        if len(outputs) != len(few.targets):
-            raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(few.targets)}.")
-        # The labels of all examples, against outputs of the first: only the number of classes matters.
-        full = outputs[:1].expand(len(data), *outputs.shape[1:])
-        try:
-            problem.likelihood.check(full, data.targets, data.mask)
-        except ValueError as error:
-            raise ValueError(f"{label} data: {error}") from error
+def settings_of(method: object) -> Mapping[str, Any]:
+    """The settings of a method by name."""
+    return {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesformer.laws.blocks import Block, Dense, Diagonal, Kronecker
-from bayesformer.laws.weights import BlockGaussian, GaussianWeights, Weights
+from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
 from bayesformer.network import Layout
 from bayesformer.predict.streamlined.carrier import Run, Uncertain
 from bayesformer.predict.streamlined.structure import Complete, Factored, Structure
@@ -30,7 +29,7 @@ class Known:
     turned: bool = False
 
 
-def uncertain_parameters(layout: Layout, weights: Weights, run: Run) -> dict[str, Tensor]:
+def uncertain_parameters(layout: Layout, weights: Law, run: Run) -> dict[str, Tensor]:
     """Every parameter at its mean: uncertain where it has spread, plain where it has none."""
     variance, known, vectors = _spreads(layout, weights, run)
     _check_variance(variance, layout)
@@ -47,43 +46,23 @@ def uncertain_parameters(layout: Layout, weights: Weights, run: Run) -> dict[str
     return found
 
 
-def _spreads(layout: Layout, weights: Weights, run: Run) -> tuple[Tensor, dict[str, Known], dict[str, Tensor]]:
+def _spreads(layout: Layout, weights: Law, run: Run) -> tuple[Tensor, dict[str, Known], dict[str, Tensor]]:
     """Variances (P,), structures of matrices, and covariances of vectors (biases, gains)."""
-    if isinstance(weights, BlockGaussian):
-        return _of_blocks(layout, weights, run)
-    if isinstance(weights, GaussianWeights):
-        return _of_gaussian(layout, weights, run)
-    raise ValueError(
-        f"weights must be Gaussian for a streamlined pass; got {type(weights).__name__}. "
-        "Draws (ensembles, chains) have no variance of their own: predict with them by sampling."
-    )
-
-
-def _of_gaussian(
-    layout: Layout, weights: GaussianWeights, run: Run
-) -> tuple[Tensor, dict[str, Known], dict[str, Tensor]]:
-    variance = torch.zeros_like(weights.mean) if weights.sd is None else weights.sd.square()
-    if weights.factor is not None:
-        _refuse(run, "a low-rank part that correlates all weights")
-        variance = variance + weights.factor.square().sum(0)
-    if weights.tril is None:
-        return variance, {}, {}
-    block = Dense(weights.tril)
-    if weights.sd is not None or weights.factor is not None:
-        _refuse(run, "a dense part beside another")
-        return variance + block.diagonal(), {}, {}
-    return _of_blocks(layout, BlockGaussian(weights.mean, (slice(0, layout.size),), (block,)), run)
-
-
-def _of_blocks(layout: Layout, weights: BlockGaussian, run: Run) -> tuple[Tensor, dict[str, Known], dict[str, Tensor]]:
+    if not isinstance(weights, GaussianLaw):
+        raise ValueError(
+            f"weights must be Gaussian for a streamlined pass; got {type(weights).__name__}. "
+            "Draws (ensembles, chains) have no variance of their own: predict with them by sampling."
+        )
     known: dict[str, Known] = {}
     vectors: dict[str, Tensor] = {}
     for place, block in zip(weights.places, weights.blocks, strict=True):
         if isinstance(block, Diagonal):
             continue
+        if isinstance(block, Deviations):
+            _refuse(run, "a low-rank part that correlates all weights")
+            continue
         index = torch.arange(layout.size)[place] if isinstance(place, slice) else place.cpu()
-        fits = dict(_matching(layout, index, block, run, vectors))
-        known |= fits
+        known |= dict(_matching(layout, index, block, run, vectors))
     return weights.variance(), known, vectors
 
 

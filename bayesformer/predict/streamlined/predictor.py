@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.dataset import check_inputs, first_tensor, map_inputs
-from bayesformer.laws.weights import Weights
+from bayesformer.laws import Law
 from bayesformer.network import Layout, select_output, split_inputs
 from bayesformer.predict.linearised import linearised_outputs
 from bayesformer.predict.streamlined.carrier import Run, Uncertain
@@ -29,7 +29,7 @@ class Streamlined:
     The model is run as it is. Its parameters are swapped for uncertain ones during a call and put back after it.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Weights, settings: Settings | None = None) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, weights: Law, settings: Settings | None = None) -> None:
         if weights.size != layout.size:
             raise ValueError(f"weights must have {layout.size} numbers for this model; got {weights.size}.")
         self.model, self.layout = model, layout
@@ -58,7 +58,7 @@ class Streamlined:
 def streamlined_outputs(
     model: nn.Module,
     layout: Layout,
-    weights: Weights,
+    weights: Law,
     inputs: Inputs,
     settings: Settings | None = None,
     batch_size: int = BATCH,
@@ -103,7 +103,7 @@ def join(parts: list[GaussianOutputs]) -> GaussianOutputs:
     )
 
 
-def _correlated(model: nn.Module, layout: Layout, weights: Weights, inputs: Inputs, batch_size: int) -> GaussianOutputs:
+def _correlated(model: nn.Module, layout: Layout, weights: Law, inputs: Inputs, batch_size: int) -> GaussianOutputs:
     """Every correlation to first order: the Jacobian of the whole network instead of one rule after another."""
     _check_eval(model)
     means = layout.views(weights.mean)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.laws.blocks import Kronecker
+from bayesformer.laws import Kronecker
 
 
 class Structure(Protocol):

@@ -9,7 +9,7 @@ from bayesformer.laplace.structures import (
     KroneckerCurvature,
     LowRankCurvature,
 )
-from bayesformer.laws.weights import BlockGaussian, from_tensors
+from bayesformer.laws import GaussianLaw, from_tensors
 
 PRIOR, SCALE = torch.tensor(0.7, dtype=torch.float64), 1.3
 
@@ -83,7 +83,7 @@ def test_rows_have_the_blocks_covariance_and_weights_outside_none():
     forms = structures()
     blocks = (forms["kronecker, low rank both"].posterior(PRIOR), forms["dense"].posterior(PRIOR))
     places = (slice(0, 12), torch.arange(25, 13, -1))
-    law = BlockGaussian(torch.arange(30.0, dtype=torch.float64), places, blocks)
+    law = GaussianLaw(torch.arange(30.0, dtype=torch.float64), places, blocks)
     rows = law.rows(4000, seed=3) - law.mean
     torch.testing.assert_close(law.variance()[places[1]], blocks[1].diagonal())
     covariance = rows.mT @ rows / len(rows)
@@ -100,5 +100,5 @@ def test_a_saved_law_is_the_same_law():
     forms = structures()
     blocks = tuple(forms[name].posterior(PRIOR) for name in forms)
     places = (*(slice(12 * i, 12 * i + 12) for i in range(7)), torch.arange(84, 96))
-    law = BlockGaussian(torch.randn(96, dtype=torch.float64), places, blocks)
+    law = GaussianLaw(torch.randn(96, dtype=torch.float64), places, blocks)
     assert torch.equal(from_tensors(law.tensors()).rows(3, seed=1), law.rows(3, seed=1))

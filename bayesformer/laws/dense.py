@@ -1,0 +1,51 @@
+"""A covariance in full, by its Cholesky factor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesformer.laws.block import Block
+
+STRIP = 128  # columns of the factor multiplied at once: fewer multiply fewer zeros, but do it more slowly
+
+
+@dataclass(frozen=True)
+class Dense(Block):
+    """Σ = L Lᵀ."""
+
+    tril: Tensor  # (p, p), lower triangular
+
+    @property
+    def size(self) -> int:
+        """p."""
+        return len(self.tril)
+
+    def times(self, rows: Tensor) -> Tensor:
+        """Two triangular products."""
+        return (rows @ self.tril) @ self.tril.mT
+
+    def colour(self, noise: Tensor) -> Tensor:
+        """Rows ε Lᵀ, whose covariance is L Lᵀ."""
+        return noise @ self.tril.mT
+
+    def diagonal(self) -> Tensor:
+        """Squared lengths of the rows of L."""
+        return self.tril.square().sum(1)
+
+    def times_root(self, rows: Tensor) -> Tensor:
+        """Rows times L, a strip of columns at a time: each strip begins where its zeros above the diagonal end."""
+        flat, size = rows.reshape(-1, self.size), self.size
+        strips = [flat[:, i:] @ self.tril[i:, i : i + STRIP] for i in range(0, size, STRIP)]
+        return (strips[0] if len(strips) == 1 else torch.cat(strips, -1)).view(*rows.shape[:-1], size)
+
+    def precision_times(self, rows: Tensor) -> Tensor:
+        """Each row times (L Lᵀ)⁻¹ by two triangular solves, (..., p)."""
+        flat = rows.reshape(-1, self.size)
+        return torch.cholesky_solve(flat.mT, self.tril).mT.reshape(rows.shape)
+
+    def log_det_precision(self) -> Tensor:
+        """Minus twice the sum of the log diagonal of L, ()."""
+        return -2 * self.tril.diagonal().log().sum()

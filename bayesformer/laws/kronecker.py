@@ -1,0 +1,108 @@
+"""A precision that is a Kronecker product plus a multiple of the identity: KFAC with a Gaussian prior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bayesformer.laws.block import Block
+
+
+class Factors:
+    """Eigenpairs of the two factors B (out) and A (in) of a Kronecker product."""
+
+    out_values: Tensor  # (k,)
+    in_values: Tensor  # (m,)
+    out_vectors: Tensor | None  # (out, k); None for a diagonal factor
+    in_vectors: Tensor | None  # (in, m)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows = len(self.out_values) if self.out_vectors is None else len(self.out_vectors)
+        columns = len(self.in_values) if self.in_vectors is None else len(self.in_vectors)
+        return rows, columns
+
+    @property
+    def size(self) -> int:
+        """p = out · in."""
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class Kronecker(Factors, Block):
+    """Precision B ⊗ A + d I of a matrix W (out, in) in row-major order, by the eigenpairs of B and A.
+
+        Σ vec(G) = Q_B ((Q_Bᵀ G Q_A) / D) Q_Aᵀ,   D = l_B l_Aᵀ + d
+
+    Vectors may be fewer than the side is long (a factor of low rank: the missing eigenvalues are 0, so that
+    G / d is left there), or None for the identity (a diagonal factor).
+    """
+
+    out_values: Tensor  # (k,)
+    in_values: Tensor  # (m,)
+    prior: Tensor  # (), d
+    out_vectors: Tensor | None = None  # (out, k)
+    in_vectors: Tensor | None = None  # (in, m)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the eigenvectors span everything."""
+        return self.shape == (len(self.out_values), len(self.in_values))
+
+    @property
+    def precisions(self) -> Tensor:
+        """D (k, m)."""
+        return torch.outer(self.out_values, self.in_values) + self.prior
+
+    def rotate(self, matrix: Tensor) -> Tensor:
+        """Q_Bᵀ G Q_A: (..., out, in) -> (..., k, m)."""
+        if self.out_vectors is not None:
+            matrix = self.out_vectors.mT @ matrix
+        return matrix if self.in_vectors is None else matrix @ self.in_vectors
+
+    def rotate_back(self, matrix: Tensor) -> Tensor:
+        """Q_B G Q_Aᵀ: (..., k, m) -> (..., out, in)."""
+        if self.out_vectors is not None:
+            matrix = self.out_vectors @ matrix
+        return matrix if self.in_vectors is None else matrix @ self.in_vectors.mT
+
+    def _function(self, rows: Tensor, power: float) -> Tensor:
+        """Rows times the precision to a negative power."""
+        matrix = rows.unflatten(-1, self.shape)
+        factors = self.precisions**-power
+        if self.complete:
+            return self.rotate_back(self.rotate(matrix) * factors).flatten(-2)
+        rest = self.prior**-power
+        return (matrix * rest + self.rotate_back(self.rotate(matrix) * (factors - rest))).flatten(-2)
+
+    def times(self, rows: Tensor) -> Tensor:
+        """Σ by the eigenpairs."""
+        return self._function(rows, 1.0)
+
+    def colour(self, noise: Tensor) -> Tensor:
+        """The symmetric root of Σ."""
+        return self._function(noise, 0.5)
+
+    def diagonal(self) -> Tensor:
+        """Squared eigenvectors on both sides of 1 / D."""
+        rest = self.prior.reciprocal()
+        spread = self.precisions.reciprocal() - (0 if self.complete else rest)
+        if self.out_vectors is not None:
+            spread = self.out_vectors.square() @ spread
+        if self.in_vectors is not None:
+            spread = spread @ self.in_vectors.square().mT
+        return (spread if self.complete else spread + rest).flatten()
+
+    def precision_times(self, rows: Tensor) -> Tensor:
+        """Each row times B ⊗ A + d I, (..., p)."""
+        matrix = rows.unflatten(-1, self.shape)
+        known = torch.outer(self.out_values, self.in_values)
+        return (self.prior * matrix + self.rotate_back(self.rotate(matrix) * known)).flatten(-2)
+
+    def log_det_precision(self) -> Tensor:
+        """The sum of log D, and log d for every direction that has no eigenvector, ()."""
+        known = self.precisions
+        return known.log().sum() + (self.size - known.numel()) * self.prior.log()

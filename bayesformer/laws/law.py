@@ -1,0 +1,50 @@
+"""What a posterior needs of its law over the vector θ of inferred weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from bayesformer.core.types import Params
+
+
+class Law(Protocol):
+    """A law over θ (P,) and over the buffers that go with it (running averages, counters, masks)."""
+
+    @property
+    def size(self) -> int:
+        """P, numbers per draw."""
+        ...
+
+    @property
+    def available(self) -> int | None:
+        """How many draws there are, or None where any number can be made."""
+        ...
+
+    @property
+    def mean(self) -> Tensor:
+        """(P,): the centre of the law."""
+        ...
+
+    @property
+    def buffers(self) -> Params:
+        """Buffers of every draw, each (L, ...), or (1, ...) where all draws share them."""
+        ...
+
+    def row(self, draw: int, seed: int = 0) -> Tensor:
+        """(P,): one draw; it does not depend on which others are asked for."""
+        ...
+
+    def rows(self, draws: int, seed: int = 0) -> Tensor:
+        """(L, P): the first `draws` draws under a seed."""
+        ...
+
+    def tensors(self) -> Params:
+        """Everything there is to save, by name."""
+        ...
+
+
+def buffers_of(law: Law, draw: int) -> Params:
+    """The buffers of one draw."""
+    return {name: value[draw if len(value) > 1 else 0] for name, value in law.buffers.items()}

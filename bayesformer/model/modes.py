@@ -1,0 +1,53 @@
+"""Which modules train and which stay in evaluation mode, in training and in noisy prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from bayesformer.model.space import Space
+
+
+def held_modules(
+    model: nn.Module, space: Space, changed: Iterable[str] = (), fixed: bool = False
+) -> tuple[str, ...]:
+    """Names of the modules that stay in evaluation mode while the others train.
+
+    A model in training mode with parts in evaluation mode is taken at its word: those parts stay. A model that comes
+    in evaluation mode, as models do after loading, trains as a whole, but for modules without inferred weights whose
+    buffers a training pass would change (frozen BatchNorm). With `fixed`, all modules stay whose buffers would change.
+
+    Args:
+        model: as the user gave it, or as a method prepared it.
+        space: the inferred weights, by name.
+        changed: names of the buffers that a training pass changes.
+        fixed: whether buffers are to be held as they are.
+    """
+    owners = {name.rpartition(".")[0] for name in changed}
+    inferred = {name.rpartition(".")[0] for name in space.names}
+    if fixed:
+        held = owners
+    elif model.training:
+        held = {name for name, module in model.named_modules() if not module.training}
+    else:
+        held = owners - inferred
+    return tuple(sorted(name for name in held if not _below_another(name, held)))
+
+
+def noisy_modules(held: Iterable[str], changed: Iterable[str]) -> tuple[str, ...]:
+    """Those that stay in evaluation mode in noisy prediction: running averages must be used there, not moved."""
+    every = {*held, *(name.rpartition(".")[0] for name in changed)}
+    return tuple(sorted(name for name in every if not _below_another(name, every)))
+
+
+def set_training(module: nn.Module, held: Iterable[str] = ()) -> None:
+    """Training mode everywhere but in the modules held."""
+    module.train()
+    for name in held:
+        module.get_submodule(name).eval()
+
+
+def _below_another(name: str, names: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in names for i in range(1, len(parts)))

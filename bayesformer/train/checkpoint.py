@@ -1,0 +1,138 @@
+"""Checkpoints of the training loop: every so many seconds, inside an epoch too, and exact where the data allow it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.storage import read_facts, read_tensors, write_tensors
+from bayesformer.core.types import Params
+from bayesformer.version import __version__
+
+if TYPE_CHECKING:
+    from bayesformer.train.loop import Job, Run
+
+
+class Saver:
+    """Writes the state of a run to a file from time to time, and reads it back."""
+
+    def __init__(self, job: Job, run: Run, path: Path | None, every_seconds: float) -> None:
+        self.job, self.run, self.path, self.every_seconds = job, run, path, every_seconds
+        self.identity = "" if path is None else job_identity(job)
+        self.saved = time.monotonic()
+
+    def save(self, force: bool = False) -> None:
+        """Write a checkpoint if one is due; a stream that cannot be entered in the middle waits for an epoch's end."""
+        if self.path is None or not (force or time.monotonic() - self.saved >= self.every_seconds):
+            return
+        if self.run.step and self.job.data.resumable != "exact":
+            return
+        _write(self.run, self.job, self.path, self.identity)
+        self.saved = time.monotonic()
+
+    def resume(self) -> None:
+        """Continue where the file stands, if there is one."""
+        if self.path is not None and self.path.exists():
+            _read(self.run, self.job, self.path, self.identity)
+
+
+def job_identity(job: Job) -> str:
+    """A hash of what decides the result, so that a checkpoint of another job is never continued."""
+    facts = {
+        "version": __version__,
+        "training": asdict(job.training),
+        "seed": job.seed,
+        "members": list(job.members),
+        "data": job.data.fingerprint(),
+        "validation": None if job.validation is None else job.validation.fingerprint(),
+        "space": job.shell.space.to_json(),
+        "likelihood": repr(job.likelihood),
+        "collect": None if job.collect is None else asdict(job.collect),
+        "steps": job.steps,
+        "replacement": job.replacement,
+        "dropout_rate": job.dropout_rate,
+        "held": list(job.held),
+        **job.identity,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _write(run: Run, job: Job, path: Path, identity: str) -> None:
+    tensors = {f"state.{k}": v for k, v in pack_state(run.state).items()}
+    tensors |= {"best.score": run.best_score, "best.epoch": run.best_epoch, "stopped": run.stopped}
+    if run.best_theta is not None:
+        tensors["best.theta"] = run.best_theta
+    if run.values:
+        tensors["values"] = torch.stack(run.values)
+    if run.draws:
+        tensors["draws"] = torch.stack(run.draws)
+        tensors |= {f"draw_buffer.{k}": torch.stack([b[k] for b in run.draw_buffers]) for k in run.draw_buffers[0]}
+    tensors |= {f"buffer.{k}": v for k, v in job.shell.buffers.items()}
+    tensors |= {f"best_buffer.{k}": v for k, v in run.best_buffers.items()}
+    tensors |= {f"noise.{i}": generator.get_state() for i, generator in enumerate(run.generators)}
+    # safetensors refuses tensors that share memory, as buffers of tied modules may
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    facts = {"identity": identity, "history": run.history, "seconds": run.seconds}
+    facts |= {"epoch": run.epoch, "step": run.step, "total": run.total}
+    write_tensors(path, tensors, facts)
+
+
+def _read(run: Run, job: Job, path: Path, identity: str) -> None:
+    try:
+        tensors, facts = read_tensors(path, "checkpoint"), read_facts(path, "checkpoint")
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{error} Delete it to begin this member again.") from error
+    if facts.get("identity") != identity:
+        raise DamagedFileError(
+            f"checkpoint {path} belongs to another run (other data, settings, model or version); "
+            "delete it or choose another checkpoint folder."
+        )
+    device = run.theta.device
+    unpack_state(run.state, _under("state.", tensors))
+    run.epoch, run.step, run.total = facts["epoch"], facts["step"], facts["total"]
+    run.history, run.seconds = facts["history"], facts["seconds"]
+    if run.best_theta is not None:
+        run.best_theta.copy_(tensors["best.theta"])
+    run.best_buffers = {k: v.to(device) for k, v in _under("best_buffer.", tensors).items()}
+    run.best_score, run.best_epoch, run.stopped = (tensors[k] for k in ("best.score", "best.epoch", "stopped"))
+    job.shell.load_buffers(_under("buffer.", tensors))
+    run.values = list(tensors["values"].to(device)) if "values" in tensors else []
+    run.draws = list(tensors["draws"].to(device)) if "draws" in tensors else []
+    kept = {k: v.to(device) for k, v in _under("draw_buffer.", tensors).items()}
+    run.draw_buffers = [{k: v[i] for k, v in kept.items()} for i in range(len(run.draws))]
+    for i, generator in enumerate(run.generators):
+        generator.set_state(tensors[f"noise.{i}"])
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Params:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def pack_state(state: Any) -> Params:
+    """The tensors of a NamedTuple state by path: `params.theta`, `step`."""
+    packed: Params = {}
+    items = state._asdict() if hasattr(state, "_asdict") else state if isinstance(state, Mapping) else state.to_dict()
+    for name, value in items.items():
+        if isinstance(value, Tensor):
+            packed[name] = value
+        else:
+            packed |= {f"{name}.{key}": tensor for key, tensor in pack_state(value).items()}
+    return packed
+
+
+def unpack_state(state: Any, packed: Params) -> None:
+    """Copy saved tensors into a state of the same form."""
+    own = pack_state(state)
+    if own.keys() != packed.keys():
+        raise DamagedFileError(f"checkpoint must hold {sorted(own)}; got {sorted(packed)}.")
+    for name, tensor in own.items():
+        tensor.copy_(packed[name])

@@ -1,0 +1,182 @@
+"""A model made ready for a method: prepared, walked once, tried on a few examples before any training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from bayesformer.core.seeds import stream
+from bayesformer.core.types import Batch, ModelFactory, Params
+from bayesformer.data.batches import Batches
+from bayesformer.data.mapped import Mapped
+from bayesformer.layers.preparation import Preparation
+from bayesformer.likelihoods import Likelihood
+from bayesformer.model.language import needs_decoder_inputs, resolve, with_decoder_inputs
+from bayesformer.model.modes import held_modules, noisy_modules, set_training
+from bayesformer.model.probe import Probe, probe
+from bayesformer.model.randomness import Randomness, find_randomness
+from bayesformer.model.shell import Shell
+from bayesformer.model.skeleton import Skeleton, shadow
+from bayesformer.model.space import Space
+from bayesformer.model.starting import draw_anew, redraw_untrained_adapters
+from bayesformer.train.problem import Problem
+
+FEW = 2  # examples that a model is tried on
+log = logging.getLogger("bayesformer")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a member starts: its weights and its buffers."""
+
+    theta: Tensor  # (P,)
+    buffers: Params
+
+
+class Prototype:
+    """The model of a problem as a method trains it.
+
+    Building one does everything that can go wrong before training: it chooses the weights, prepares the model, runs it
+    on two examples, and sees that outputs, likelihood and targets fit together.
+    """
+
+    def __init__(
+        self, problem: Problem, preparation: Preparation | None = None, dropout_rate: float | None = None
+    ) -> None:
+        self.problem = problem
+        own = () if preparation is None else preparation.changes
+        self.preparation = Preparation((*problem.preparation.changes, *own))
+        self.dropout_rate = dropout_rate
+        with stream(problem.seed, "init", 0):
+            self.model = problem.model if isinstance(problem.model, nn.Module) else problem.model()
+            self.chosen = Space.of(self.model, problem.infer)
+            self.prepared = self.preparation(shadow(self.model, self.chosen.names))
+        self.space = Space.of(self.prepared)
+        self.skeleton = Skeleton(self.prepared, self.space)
+        self.data, self.validation = self._data(problem.data), None
+        if problem.validation is not None:
+            self.validation = self._data(problem.validation)
+        self.likelihood = resolve(problem.likelihood, self.model, self.few)
+        self._check(self.data, "train")
+        if self.validation is not None:
+            self._check(self.validation, "validation")
+
+    def _data(self, data: Batches) -> Batches:
+        if not needs_decoder_inputs(self.model, data.first(FEW).inputs):
+            return data
+        return Mapped(data, _DecoderInputs(self.model))
+
+    @cached_property
+    def few(self) -> Batch:
+        """A few examples, on the device of the weights."""
+        return self.data.first(FEW).to(self.skeleton.device)
+
+    @cached_property
+    def probed(self) -> Probe:
+        """What a training pass does: weights it leaves out, buffers it changes."""
+        shell = self.skeleton.shell()
+        found = probe(shell, self.few.inputs, training=True)
+        if found.unused:
+            names = ", ".join(found.unused[:5]) + (" ..." if len(found.unused) > 5 else "")
+            log.warning("outputs do not depend on %d inferred weights (%s): only the prior moves them", len(found.unused), names)
+        return found
+
+    @cached_property
+    def held(self) -> tuple[str, ...]:
+        """Modules that stay in evaluation mode while the others train."""
+        fixed = self.problem.training.buffers == "fixed"
+        return held_modules(self.prepared, self.space, self.probed.buffers_changed, fixed)
+
+    @cached_property
+    def noisy_held(self) -> tuple[str, ...]:
+        """Modules that stay in evaluation mode in noisy prediction."""
+        return noisy_modules(self.held, self.probed.buffers_changed)
+
+    @property
+    def moves_buffers(self) -> bool:
+        """Whether training changes buffers (running averages), so that each member has its own."""
+        shell_held = set(self.held)
+        return any(not _is_within(name, shell_held) for name in self.probed.buffers_changed)
+
+    @cached_property
+    def randomness(self) -> Randomness:
+        """How a training pass with its backward pass draws random numbers."""
+        shell = self.skeleton.shell()
+        set_training(shell.module, self.held)
+        return find_randomness(shell.module, lambda: shell(self.few.inputs), True, self.dropout_rate)
+
+    def start(self, member: int) -> Start:
+        """Where a member starts, as the problem's `init` says.
+
+        A function that builds models gives every member new weights; its frozen weights are those of the first.
+        """
+        problem, given = self.problem, isinstance(self.problem.model, nn.Module)
+        if member == 0 and not given and problem.init == "given":
+            return self._values(self.skeleton.shell(gradients=False))
+        with stream(problem.seed, "init", member):
+            skeleton = self.skeleton
+            if not given or self.preparation.changes:
+                model = self.model if given else problem.model()
+                prepared = self.preparation(shadow(model, self.chosen.names))
+                skeleton = Skeleton(prepared, self.space)
+            shell = skeleton.shell(gradients=False)
+            if problem.init != "given":
+                names = self.space.names if problem.init == "fresh" else self.space.select(problem.head).names
+                draw_anew(shell, frozenset(names))
+            elif given and member > 0:
+                redraw_untrained_adapters(shell)
+        return self._values(shell)
+
+    @staticmethod
+    def _values(shell: Shell) -> Start:
+        return Start(shell.theta, {name: value.clone() for name, value in shell.buffers.items()})
+
+    @cached_property
+    def own_frozen(self) -> Params:
+        """Frozen weights that a building function draws at random: a file must hold them, since no model will."""
+        if isinstance(self.problem.model, nn.Module):
+            return {}
+        frozen = {name: p for name, p in self.model.named_parameters() if name not in self.chosen.names}
+        if not frozen:
+            return {}
+        with stream(self.problem.seed, "init", 1):
+            other = dict(self.problem.model().named_parameters())
+        return {name: p.detach() for name, p in frozen.items() if not torch.equal(p, other[name])}
+
+    def _check(self, data: Batches, label: str) -> None:
+        """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
+        shell = self.skeleton.shell(gradients=False)
+        shell.module.eval()
+        few = data.first(FEW).to(self.skeleton.device)
+        with torch.no_grad():
+            outputs = shell(few.inputs)
+        if len(outputs) != len(few.targets):
+            raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(few.targets)}.")
+        whole = data.tensors
+        targets, mask = (few.targets, few.mask) if whole is None else (whole.targets, whole.mask)
+        # The labels of all examples against outputs of the first: only the number of classes matters.
+        full = outputs[:1].expand(len(targets), *outputs.shape[1:])
+        try:
+            self.likelihood.check(full, targets.to(outputs.device), None if mask is None else mask.to(outputs.device))
+        except ValueError as error:
+            raise ValueError(f"{label} data: {error}") from error
+
+
+@dataclass(frozen=True)
+class _DecoderInputs:
+    """Adds to a batch the decoder inputs that an encoder-decoder model makes of its labels."""
+
+    model: nn.Module
+
+    def __call__(self, batch: Batch) -> Batch:
+        return batch._replace(inputs=with_decoder_inputs(self.model, batch.inputs, batch.targets))
+
+
+def _is_within(name: str, modules: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))

@@ -1,0 +1,235 @@
+"""What the recipes of methods share: a mode, a stage on a subset of the weights around it, a posterior from the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.types import Params
+from bayesformer.laws import GaussianLaw, Law, Samples
+from bayesformer.laws.samples import shared
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.model.space import Choice, Space
+from bayesformer.posterior import Posterior
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.members import BuildTransform, Fitted, Stage, facts_of, fit_stage
+from bayesformer.train.problem import Problem
+from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.training import Training
+from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
+
+MODE_SHARE = 0.5  # of the epochs, to find the mode of the other weights where a subset is inferred
+
+
+def vector_prior(prototype: Prototype, setting: PriorSetting | None, space: Space | None = None) -> VectorPrior:
+    """The prior over the weights of a space: the problem's earlier posterior if there is one, else as the setting says.
+
+    `space` is all that is learned, or a part of it.
+    """
+    whole, part = prototype.space, space or prototype.space
+    earlier = prototype.problem.prior
+    if earlier is not None:
+        return GaussianPrior(_narrowed(earlier_law(prototype), whole, part))
+    return FlatPrior() if setting is None else NamedPrior(prior_of(setting), part, whole.names)
+
+
+def earlier_law(prototype: Prototype) -> GaussianLaw:
+    """The law of the problem's earlier posterior, checked to be a Gaussian over the same weights."""
+    earlier = prototype.problem.prior
+    assert earlier is not None
+    if not isinstance(earlier.law, GaussianLaw):
+        raise ValueError(
+            f"prior must be a posterior that is a Gaussian over the weights; got one of {type(earlier.law).__name__} "
+            f"({earlier.facts.get('method', {}).get('name', 'unknown')})."
+        )
+    if earlier.space.names != prototype.space.names or earlier.space.shapes != prototype.space.shapes:
+        raise ValueError(
+            "prior must be a posterior over the same weights as are learned now; "
+            f"got {len(earlier.space.names)} weights, {len(prototype.space.names)} are learned."
+        )
+    return earlier.law
+
+
+def _narrowed(law: GaussianLaw, whole: Space, part: Space) -> GaussianLaw:
+    """The law over a part of the weights, given that the others stay at the mean."""
+    if part == whole:
+        return law
+    inside = torch.zeros(whole.size, dtype=torch.bool, device=law.mean.device)
+    where = whole.places(part, law.mean.device)
+    inside[where] = True
+    position = torch.cumsum(inside, 0) - 1
+    places, blocks = [], []
+    for place, block in zip(law.places, law.blocks, strict=True):
+        index = torch.arange(whole.size, device=law.mean.device)[place]
+        if bool(inside[index].all()):
+            places.append(position[index])
+            blocks.append(block)
+        elif bool(inside[index].any()):
+            raise ValueError(
+                "subset must take whole blocks of the earlier posterior that is the prior; "
+                f"it takes a part of a {type(block).__name__} block of {block.size} weights."
+            )
+    return GaussianLaw(law.mean[where], tuple(places), tuple(blocks), law.buffers)
+
+
+def refuse_earlier(problem: Problem, name: str) -> None:
+    """For methods whose own parameters are other than the weights that an earlier posterior is over."""
+    if problem.prior is not None:
+        raise ValueError(
+            f"prior must be left out for {name}, whose parameters are those of a random network and not the weights "
+            "that an earlier posterior is over; use map, vi, ivon, swag, ekf, laplace or a sampler."
+        )
+
+
+def shortened(training: Training, share: float) -> Training:
+    """The same training with a share of its epochs and steps, at least one."""
+    steps = training.max_steps
+    return replace(
+        training,
+        epochs=max(1, round(training.epochs * share)),
+        max_steps=None if steps is None else max(1, round(steps * share)),
+    )
+
+
+def is_proper(prototype: Prototype, subset: Choice) -> bool:
+    """Whether a subset leaves some of the learned weights out; an error if it takes none."""
+    return prototype.space.select(subset) != prototype.space
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Where the second stage of a fit starts: weights and buffers of every chain."""
+
+    theta: Tensor  # (C, P)
+    buffers: Params  # each (C, ...), or (1, ...)
+    stage: Fitted | None  # the training that found them; None where the starts themselves are taken
+
+    def start(self, chain: int) -> Start:
+        """The weights and buffers of one chain."""
+        own = {name: value[chain if len(value) > 1 else 0] for name, value in self.buffers.items()}
+        return Start(self.theta[chain], own)
+
+
+def find_modes(prototype: Prototype, name: str, prior: PriorSetting | None, share: float, chains: int = 1) -> Modes:
+    """The modes that Adam finds in a share of the training; with share 0 the starts themselves."""
+    if share == 0:
+        starts = [prototype.start(chain) for chain in range(chains)]
+        theta = torch.stack([_earlier_or(prototype, start).theta for start in starts])
+        return Modes(theta, {k: torch.stack([s.buffers[k] for s in starts]) for k in starts[0].buffers}, None)
+    starts_ = None
+    if prototype.problem.prior is not None:
+        starts_ = [_earlier_or(prototype, prototype.start(chain)) for chain in range(chains)]
+    stage = Stage(
+        prototype,
+        f"{name}-mode",
+        shortened(prototype.problem.training, share),
+        prior=vector_prior(prototype, prior),
+        validation=prototype.validation,
+        starts=starts_,
+        identity={"prior": repr(prior)},
+    )
+    found = fit_stage(stage, chains)
+    return Modes(found.theta, found.buffers, found)
+
+
+def _earlier_or(prototype: Prototype, start: Start) -> Start:
+    """The mean of the earlier posterior where there is one, else the start itself."""
+    if prototype.problem.prior is None:
+        return start
+    law = earlier_law(prototype)
+    return Start(law.mean.clone(), {**start.buffers, **{k: v[0] for k, v in law.buffers.items()}})
+
+
+@dataclass(frozen=True)
+class Around:
+    """A stage on a subset of the weights around modes, ready to run; the other weights stay at the mode."""
+
+    prototype: Prototype
+    modes: Modes
+    space: Space  # of the subset
+    place: slice | Tensor  # of the subset in the whole vector
+    starts: Sequence[Start]
+    skeletons: Sequence[Skeleton] | None
+
+    def law(self, inner: GaussianLaw, fitted: Fitted) -> GaussianLaw:
+        """A law over the subset as one over all learned weights, with the buffers of the end of the stage."""
+        whole = inner if self.skeletons is None else inner.at(self.modes.theta[0], self.place)
+        return replace(whole, buffers={name: value[:1] for name, value in fitted.buffers.items()})
+
+    def samples(self, fitted: Fitted) -> Samples:
+        """States of chains (C, S, Q) as draws of all learned weights (C · S, P), each with its buffers."""
+        draws = fitted.draws
+        assert draws is not None
+        if self.skeletons is not None:
+            rows = self.modes.theta.unsqueeze(1).repeat(1, draws.shape[1], 1)
+            rows[..., self.place] = draws
+            draws = rows
+        buffers = {name: value.flatten(0, 1) for name, value in fitted.draw_buffers.items()}
+        return Samples(draws.flatten(0, 1), shared(buffers))
+
+
+def around(prototype: Prototype, modes: Modes, subset: Choice) -> Around:
+    """The subset of the weights around modes, chain by chain."""
+    space = prototype.space.select(subset)
+    chains = range(len(modes.theta))
+    starts = [modes.start(chain) for chain in chains]
+    place = prototype.space.places(space, modes.theta.device)
+    if space == prototype.space:
+        return Around(prototype, modes, space, place, starts, None)
+    skeletons = [Skeleton(prototype.skeleton.plain(s.theta, s.buffers), space) for s in starts]
+    inner = [Start(start.theta[place].clone(), start.buffers) for start in starts]
+    return Around(prototype, modes, space, place, inner, skeletons)
+
+
+def fit_gaussian(
+    method: Any,
+    prototype: Prototype,
+    build: BuildTransform,
+    law: Callable[[Any], GaussianLaw],
+    *,
+    prior: PriorSetting | None,
+    prior_in_objective: bool = True,
+    training: Training | None = None,
+    replacement: bool = False,
+) -> Posterior:
+    """A mode first where asked for, then an algorithm whose last state gives a Gaussian over the subset."""
+    name, problem = type(method).__name__.lower(), prototype.problem
+    share = method.warm_up or (MODE_SHARE if is_proper(prototype, method.subset) else 0.0)
+    modes = find_modes(prototype, name, prior, share)
+    part = around(prototype, modes, method.subset)
+    stage = Stage(
+        prototype,
+        name,
+        training or shortened(problem.training, 1 - share),
+        build=build,
+        prior=vector_prior(prototype, prior, part.space) if prior_in_objective else None,
+        starts=part.starts,
+        skeletons=part.skeletons,
+        replacement=replacement,
+        identity={"prior": repr(prior), "settings": repr(method)},
+    )
+    fitted = fit_stage(stage, 1)
+    stages = [fitted] if modes.stage is None else [modes.stage, fitted]
+    found = part.law(law(fitted.states[0]), fitted)
+    facts = facts_of(name, method, prototype, *stages)
+    return posterior_of(prototype, found, facts, default_draws=method.draws, predictive=method.predictive)
+
+
+def posterior_of(prototype: Prototype, law: Law, facts: dict[str, Any], **how: Any) -> Posterior:
+    """The posterior over the weights of a prototype."""
+    return Posterior(
+        model=prototype.model,
+        likelihood=prototype.likelihood,
+        law=law,
+        space=prototype.space,
+        infer=prototype.chosen.names,
+        preparation=prototype.preparation,
+        held=prototype.noisy_held,
+        frozen=prototype.own_frozen,
+        facts=facts,
+        **how,
+    )

@@ -1,0 +1,94 @@
+"""Log priors as functions of the vector θ of inferred weights, with their gradients written in place."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.vectors import pieces
+from bayesformer.laws import GaussianLaw
+from bayesformer.model.space import Space
+from bayesformer.priors.distributions import Distribution, write_score
+from bayesformer.priors.prior import Prior
+
+
+class VectorPrior(Protocol):
+    """log p(θ) for θ (P,), or for members in rows (L, P)."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """() or (L,): log p(θ), differentiable."""
+        ...
+
+    def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
+        """Put scale · ∇ log p into `grad`, over whatever was there; returns scale · log p, () or (L,)."""
+        ...
+
+
+class FlatPrior:
+    """No prior: a constant density, whose logarithm is taken as 0."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """Zeros, () or (L,)."""
+        return theta.new_zeros(theta.shape[:-1])
+
+    def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:  # noqa: ARG002
+        """Zeros in `grad`."""
+        grad.zero_()
+        return self.log_prob(theta)
+
+
+class NamedPrior:
+    """Independent weights with a law per parameter; neighbours of one law are one stretch of θ."""
+
+    def __init__(self, prior: Prior, space: Space, known: tuple[str, ...] | None = None) -> None:
+        laws = prior.assign(space.names, known)
+        self.stretches: list[tuple[slice, Distribution | None]] = []
+        start = 0
+        sized = zip(space.names, space.sizes, strict=True)
+        for law, group in groupby(sized, key=lambda item: laws[item[0]]):
+            stop = start + sum(size for _, size in group)
+            self.stretches.append((slice(start, stop), law))
+            start = stop
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """Sum of the log densities of all weights, () or (L,)."""
+        terms = [law.log_prob(theta[..., place]).sum(-1) for place, law in self.stretches if law is not None]
+        return torch.stack(terms).sum(0) if terms else theta.new_zeros(theta.shape[:-1])
+
+    def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
+        """The gradient of each stretch, piece by piece."""
+        value = theta.new_zeros(theta.shape[:-1])
+        for place, law in self.stretches:
+            if law is None:
+                grad[..., place].zero_()
+                continue
+            for weights, slope in pieces(theta[..., place], grad[..., place]):
+                value = value + write_score(law, weights, slope, scale)
+        return scale * value
+
+
+class GaussianPrior:
+    """An earlier posterior as the prior: -½ (θ - m)ᵀ Σ⁻¹ (θ - m), without its constant; flat outside its blocks."""
+
+    def __init__(self, law: GaussianLaw) -> None:
+        self.law = law
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """Minus half the squared distance to the earlier mean, () or (L,)."""
+        if theta.dim() == 1:
+            return -0.5 * self.law.distance(theta)
+        return torch.stack([-0.5 * self.law.distance(row) for row in theta])
+
+    def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
+        """-Σ⁻¹ (θ - m) at the places of every block, 0 elsewhere."""
+        grad.zero_()
+        value = theta.new_zeros(theta.shape[:-1])
+        for place, block in zip(self.law.places, self.law.blocks, strict=True):
+            deviation = theta[..., place] - self.law.mean[place]
+            slope = block.precision_times(deviation)
+            grad[..., place] = -scale * slope
+            value = value - 0.5 * scale * (deviation * slope).sum(-1)
+        return value
