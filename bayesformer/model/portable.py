@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from bayesformer.model.skeleton import Skeleton
 
-CARRIED = ("space", "data", "leaves", "table", "weights", "device", "wide", "origin", "facts")
+CARRIED = ("space", "data", "leaves", "table", "weights", "device", "wide", "widened", "origin", "facts")
 LOCKS = {type(threading.Lock()): threading.Lock, type(threading.RLock()): threading.RLock}
 
 

@@ -17,44 +17,35 @@ HALVES = (torch.bfloat16, torch.float16)
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read weights of their children without calling them
 
 
-def float_leaves(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> dict[tuple[str, str], str]:
-    """Weights that compute in θ's precision although the user's are in half precision: (module, attribute) -> name.
+def float_leaves(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> dict[str, tuple[str, ...]]:
+    """Modules that compute in θ's precision although the user's are in half precision, with the names of their weights.
 
-    These are all weights of modules without children after which, in the order of registration, no weight of half
-    precision follows that is not of this kind as well: their outputs are float32, and what follows can take them.
+    These are modules without children, all of whose weights are inferred and after which, in the order of
+    registration, no weight of half precision follows that is not of this kind as well: what comes after them can
+    take their float32 outputs.
     """
     names = {id(p): name for name, p in weights.items()}
-    found = dict[str, dict[tuple[str, str], str]]()
+    found = dict[str, tuple[str, ...]]()
     for path, module in reversed(list(model.named_modules())):
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        if not any(p.dtype in HALVES for p in own.values()):
+        own = list(module.parameters(recurse=False))
+        if not any(p.dtype in HALVES for p in own):
             continue
-        inferred = all(id(p) in names and p.dtype in HALVES and p.device == device for p in own.values())
-        read = isinstance(model.get_submodule(path.rpartition(".")[0]), READERS) if path else False
-        if read or not inferred or next(module.children(), None) is not None:
+        whole = all(id(p) in names and p.dtype in HALVES and p.device == device for p in own)
+        read = isinstance(model.get_submodule(path.rpartition(".")[0]), READERS)
+        if read or not whole or next(module.children(), None) is not None:
             break
-        found[path] = {(path, key): names[id(p)] for key, p in own.items()}
+        found[path] = tuple(names[id(p)] for p in own)
     return _without_ties(model, found)
 
 
-def _without_ties(model: nn.Module, found: dict[str, dict[tuple[str, str], str]]) -> dict[tuple[str, str], str]:
-    """Leave out every module one of whose weights is also used by a module that is left out."""
+def _without_ties(model: nn.Module, found: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Leave out every module one of whose weights is also used by a module that is not among them."""
     while True:
-        inside = {slot for slots in found.values() for slot in slots}
-        outside = {
-            id(p)
-            for path, module in model.named_modules()
-            for key, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if (path, key) not in inside
-        }
-        kept = {
-            path: slots
-            for path, slots in found.items()
-            if not any(id(p) in outside for p in model.get_submodule(path).parameters(recurse=False))
-        }
-        if len(kept) == len(found):
-            return {slot: name for slots in kept.values() for slot, name in slots.items()}
-        found = kept
+        outside = {id(p) for path, m in model.named_modules() if path not in found for p in m.parameters(recurse=False)}
+        tied = [path for path in found if any(id(p) in outside for p in model.get_submodule(path).parameters())]
+        if not tied:
+            return found
+        found = {path: names for path, names in found.items() if path not in tied}
 
 
 class Caster:

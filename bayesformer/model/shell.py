@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from bayesformer.core.compat import named_slots
 from bayesformer.model.calling import apply
+from bayesformer.model.leaves import Leaf, alias, own, window
 from bayesformer.model.precision import Caster, Collector, Stage
-from bayesformer.model.skeleton import Facts, Leaf, Skeleton, alias, dress, own, window
+from bayesformer.model.skeleton import Facts, Skeleton, dress
 from bayesformer.model.space import Space
 from bayesformer.types import Params
 
@@ -150,12 +151,14 @@ class Shell:
             return self.weights[leaf.name]
         if leaf.role == "alias":
             return alias(leaf)
-        return window(leaf, self.weights[leaf.name], self.skeleton) if leaf.role == "window" else own(leaf)
+        if leaf.role == "window":
+            return window(leaf, self.skeleton.weights[leaf.name], self.weights[leaf.name])
+        return own(leaf)
 
     def _prepare(self) -> None:
         for module in self.module.modules():
             if isinstance(module, nn.TransformerEncoder):
                 # Nested tensors need the fast path of every layer, which frozen and inferred layers take differently.
                 module.use_nested_tensor = False
-        for path in {path for path, _ in self.skeleton.wide}:
+        for path in self.skeleton.wide:
             self.module.get_submodule(path).register_forward_pre_hook(Caster(self.space.dtype), with_kwargs=True)

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.core.compat import gradient_hooks, version
-from bayesformer.model.admission import address, refuse_overlaps, refuse_tensor, span, unwrap, view_key
+from bayesformer.model.admission import refuse_overlaps, refuse_tensor, unwrap, view_key
+from bayesformer.model.leaves import UNNAMED, Leaf, alias, leaves_of, own, rewritten_weights, window
 from bayesformer.model.precision import float_leaves
 from bayesformer.model.space import Choice, Space
 from bayesformer.model.walk import ORIGIN, Build, Walk
 
 if TYPE_CHECKING:
     from bayesformer.model.shell import Shell
-
-UNNAMED = "a tensor among the model's attributes"
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of the model and the rule by which a shell gets its own."""
-
-    role: str  # "inferred": part of θ; "alias": the user's memory; "own": a clone; "window": a view of an inferred one
-    name: str
-    tensor: Tensor  # detached; for "own" a snapshot
-    kind: type[Tensor] = Tensor
-    requires_grad: bool = False
-    attributes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,17 +71,20 @@ class Skeleton:
         for name, tensor in (*parameters, *buffers):
             refuse_tensor(tensor, name)
         weights = _weights(space, dict(parameters))
+        rewritten = rewritten_weights(model, weights)
         refuse_overlaps(weights, parameters)
         walk = Walk({id(module): name or "the model" for name, module in model.named_modules()})
         hooks = {name: found for name, p in weights.items() if (found := gradient_hooks(p))}
         with torch.inference_mode(False), torch.no_grad():
             self.data = walk.run((model, hooks))
             names = {id(t): name for name, t in reversed((*parameters, *buffers))}
-            self.leaves = _leaves(walk.table, weights, names, {id(t) for _, t in buffers})
+            self.leaves = leaves_of(walk.table, weights, names, {id(t) for _, t in buffers}, rewritten)
         self.table = [None if place in self.leaves else value for place, value in enumerate(walk.table)]
-        self.weights = {name: _leaf_of(self.leaves, name) for name in space.names}
+        inferred = {leaf.name: leaf for leaf in self.leaves.values() if leaf.role == "inferred"}
+        self.weights = {name: inferred[name] for name in space.names}
         self.device = self.weights[space.names[0]].tensor.device
         self.wide = float_leaves(model, weights, self.device)
+        self.widened = {name for names in self.wide.values() for name in names}
         self.origin = Origin([*_earlier(model), *_found(walk.table, names)])
         self.facts = self._facts(walk.shared)
         self.versions = self._versions()
@@ -109,7 +99,9 @@ class Skeleton:
         """The module on the user's memory, for structural changes: see `shadow`."""
 
         def resolve(leaf: Leaf) -> Tensor:
-            return alias(leaf, leaf.role == "inferred") if leaf.role in ("inferred", "alias") else own(leaf)
+            if leaf.role in ("inferred", "alias"):
+                return alias(leaf, leaf.role == "inferred")
+            return leaf.tensor.detach() if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
         dress(dict(module.named_parameters()), hooks)
@@ -122,18 +114,15 @@ class Skeleton:
         Inferred weights and all others that require a gradient are its own, with flags, dtypes and devices as in the
         user's model; frozen ones are the user's memory.
         """
-        values, made = self.space.views(theta), dict[str, Tensor]()
+        values = self.space.views(theta)
+        made = {name: self._separate(leaf, values[name]) for name, leaf in self.weights.items()}
 
         def resolve(leaf: Leaf) -> Tensor:
             if leaf.role == "inferred":
-                if leaf.name not in made:
-                    weight = torch.empty_like(leaf.tensor, memory_format=torch.contiguous_format)
-                    fresh = replace(leaf, tensor=weight.copy_(values[leaf.name].detach()))
-                    made[leaf.name] = alias(fresh, leaf.requires_grad)
                 return made[leaf.name]
             if leaf.role == "alias":
-                return alias(replace(leaf, tensor=leaf.tensor.clone()), True) if leaf.requires_grad else alias(leaf)
-            return window(leaf, resolve(self.weights[leaf.name]), self) if leaf.role == "window" else own(leaf)
+                return self._separate(leaf, leaf.tensor) if leaf.requires_grad else alias(leaf)
+            return window(leaf, self.weights[leaf.name], made[leaf.name]) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
         dress({name: p for name, p in made.items() if p.requires_grad}, hooks)
@@ -190,6 +179,13 @@ class Skeleton:
     def __repr__(self) -> str:
         return f"Skeleton({self.facts})"
 
+    @staticmethod
+    def _separate(leaf: Leaf, value: Tensor) -> Tensor:
+        """A Parameter like the user's on memory of its own."""
+        with torch.inference_mode(False), torch.no_grad():
+            weight = torch.empty_like(leaf.tensor, memory_format=torch.contiguous_format).copy_(value)
+            return alias(replace(leaf, tensor=weight), leaf.requires_grad)
+
     def _versions(self) -> dict[int, int]:
         return {place: version(leaf.tensor) for place, leaf in self.leaves.items() if leaf.role == "alias"}
 
@@ -209,7 +205,7 @@ class Skeleton:
         """Whether an inferred weight computes in another dtype or on another device than θ."""
         if leaf.tensor.device != self.device:
             return True
-        return leaf.tensor.dtype != self.space.dtype and leaf.name not in self.wide.values()
+        return leaf.tensor.dtype != self.space.dtype and leaf.name not in self.widened
 
 
 def shadow(model: nn.Module, infer: Choice | Space = None) -> nn.Module:
@@ -220,29 +216,6 @@ def shadow(model: nn.Module, infer: Choice | Space = None) -> nn.Module:
     """
     space = infer if isinstance(infer, Space) else Space.of(model, infer)
     return Skeleton(model, space).shadow()
-
-
-def alias(leaf: Leaf, requires_grad: bool = False) -> Tensor:
-    """A Parameter on the same memory, of the same class and with the same attributes."""
-    if issubclass(leaf.kind, nn.Parameter) and leaf.kind is not nn.Parameter:
-        tensor = leaf.tensor.detach().as_subclass(leaf.kind).requires_grad_(requires_grad)
-    else:
-        tensor = nn.Parameter(leaf.tensor, requires_grad)
-    tensor.__dict__.update(leaf.attributes)
-    return tensor
-
-
-def own(leaf: Leaf) -> Tensor:
-    """A clone of a snapshot."""
-    tensor = leaf.tensor.clone()
-    tensor.__dict__.update(leaf.attributes)
-    return tensor
-
-
-def window(leaf: Leaf, weight: Tensor, skeleton: Skeleton) -> Tensor:
-    """The part of `weight` that a plain tensor shows in the user's model, without gradient."""
-    shift = leaf.tensor.storage_offset() - skeleton.weights[leaf.name].tensor.storage_offset()
-    return weight.detach().as_strided(leaf.tensor.shape, leaf.tensor.stride(), weight.storage_offset() + shift)
 
 
 def dress(weights: Mapping[str, Tensor], hooks: Mapping[str, list[Any]]) -> None:
@@ -264,53 +237,6 @@ def _weights(space: Space, parameters: Mapping[str, nn.Parameter]) -> dict[str, 
                 f"model must have the space's shapes; {name} is {tuple(parameters[name].shape)}, not {shape}."
             )
     return {name: parameters[name] for name in space.names}
-
-
-def _leaves(
-    table: list[Any], weights: Mapping[str, nn.Parameter], names: Mapping[int, str], buffers: set[int]
-) -> dict[int, Leaf]:
-    inferred = {view_key(p): name for name, p in weights.items()}
-    homes = {address(p): [] for p in weights.values()}  # type: dict[int, list[str]]
-    for name, p in weights.items():
-        homes[address(p)].append(name)
-    found = dict[int, Leaf]()
-    for place, tensor in enumerate(table):
-        if not isinstance(tensor, Tensor):
-            continue
-        name = names.get(id(tensor), UNNAMED)
-        if isinstance(tensor, nn.Parameter):
-            refuse_tensor(tensor, name)
-            home = inferred.get(view_key(tensor))
-            role, name = ("alias", name) if home is None else ("inferred", home)
-            kept = tensor.clone() if tensor.is_inference() else tensor
-            found[place] = Leaf(role, name, kept.detach(), type(tensor), tensor.requires_grad, dict(tensor.__dict__))
-            continue
-        home = None if id(tensor) in buffers else _home(tensor, weights, homes)
-        if home is not None:
-            found[place] = Leaf("window", home, tensor.detach())
-        else:
-            found[place] = Leaf("own", name, tensor.detach().clone(), attributes=dict(tensor.__dict__))
-    return found
-
-
-def _home(tensor: Tensor, weights: Mapping[str, nn.Parameter], homes: Mapping[int, list[str]]) -> str | None:
-    """The inferred weight in whose memory a plain tensor lies."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    for name in homes.get(address(tensor), ()):
-        (start, stop), (first, last) = span(tensor), span(weights[name])
-        if first <= start and stop <= last and weights[name].is_contiguous():
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"model must not keep a view of the inferred weight {name} as an attribute: its gradient would be "
-                    "lost. Take the view inside forward."
-                )
-            return name
-    return None
-
-
-def _leaf_of(leaves: Mapping[int, Leaf], name: str) -> Leaf:
-    return next(leaf for leaf in leaves.values() if leaf.role == "inferred" and leaf.name == name)
 
 
 def _earlier(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -46,6 +46,32 @@ class Reference:
         self.value = value
 
 
+class Scope:
+    """The global variables of rebuilt functions: in this process the very dict, in another one what they use of it."""
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self.variables = variables
+        self.codes = list[CodeType]()
+
+    def __reduce__(self) -> Any:
+        name = self.variables.get("__name__", "__main__")
+        module = sys.modules.get(name)
+        if name != "__main__" and module is not None and module.__dict__ is self.variables:
+            return _scope_of, (module,)
+        used = {name for code in self.codes for name in _used(code)} | {"__name__"}
+        return Scope, ({name: self.variables[name] for name in used if name in self.variables},)
+
+
+def _scope_of(module: ModuleType) -> Scope:
+    return Scope(module.__dict__)
+
+
+def _used(code: CodeType) -> set[str]:
+    """Global names that a function and the functions inside it may use."""
+    inner = [_used(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
 class Alive:
     """Stands for the list that keeps the targets of weak references alive."""
 
@@ -60,6 +86,7 @@ class Walk(pickle.Pickler):
         self.table: list[Any] = [None]
         self.shared = dict[str, int]()  # kinds of object that could not be rebuilt, and how many
         self._places = dict[int, int]()
+        self._scopes = dict[int, Scope]()
 
     def run(self, root: Any) -> bytes:
         """The bytes of a structure."""
@@ -87,6 +114,8 @@ class Walk(pickle.Pickler):
         """How an object is built again."""
         if issubclass(type(obj), nn.Module):
             return self._module(obj)
+        if type(obj) is FunctionType:
+            return self._function(obj)
         special = SPECIAL.get(type(obj))
         return self._reduce(obj) if special is None else special(obj)
 
@@ -101,6 +130,12 @@ class Walk(pickle.Pickler):
         refuse_module(module, self.names.get(id(module), "a module among its attributes"))
         state = {key: value for key, value in module.__dict__.items() if key not in DROPPED}
         return object.__new__, (type(module),), (state, _slots(module)), None, None, _set_state
+
+    def _function(self, function: FunctionType) -> Any:
+        scope = self._scopes.setdefault(id(function.__globals__), Scope(function.__globals__))
+        scope.codes.append(function.__code__)
+        parts = function.__code__, Reference(scope), function.__name__, function.__closure__
+        return _function, parts, _function_state(function), None, None, _dress
 
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, RUNNING):
@@ -153,12 +188,8 @@ def _importable(function: FunctionType) -> bool:
     return getattr(found, "__func__", found) is function
 
 
-def _function_parts(function: FunctionType) -> tuple[Any, ...]:
-    return function.__code__, Reference(function.__globals__), function.__name__, function.__closure__
-
-
-def _function(code: CodeType, scope: dict[str, Any], name: str, closure: tuple[CellType, ...] | None) -> FunctionType:
-    return FunctionType(code, scope, name, None, closure)
+def _function(code: CodeType, scope: Scope, name: str, closure: tuple[CellType, ...] | None) -> FunctionType:
+    return FunctionType(code, scope.variables, name, None, closure)
 
 
 def _function_state(function: FunctionType) -> dict[str, Any]:
@@ -230,7 +261,6 @@ def _set_state(obj: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
 
 
 SPECIAL: dict[type, Callable[[Any], Any]] = {
-    FunctionType: lambda f: (_function, _function_parts(f), _function_state(f), None, None, _dress),
     CellType: lambda cell: (_cell, (), _contents(cell), None, None, _fill),
     MethodType: lambda method: (MethodType, (method.__func__, method.__self__)),
     weakref.ReferenceType: lambda ref: (_weak, (ref(), ref.__callback__, Alive())),

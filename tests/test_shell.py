@@ -1,0 +1,11 @@
+"""A shell stands in for the user's model: same numbers, same gradients, its own weights, the user's untouched."""
+
+import pytest
+
+from tests.shell_checks import check
+from tests.shell_zoo import CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shell_is_the_model(name):
+    check(CASES[name]())
