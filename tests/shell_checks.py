@@ -56,25 +56,27 @@ def close(a, b, exact):
 
 
 def reference(case, space):
-    """Output and gradient of the user's own model, without filling its .grad."""
+    """Output and gradient of the user's own model, without filling its .grad; Parameters on one memory are one weight."""
     model = unwrap(case.model)
     named = dict(model.named_parameters(remove_duplicate=False))
-    weights = [named[name] for name in space.names]
-    flags = [w.requires_grad for w in weights]
+    groups = [list({id(named[n]): named[n] for n in (name, *also)}.values()) for name, also in others(space)]
+    weights = [weight for group in groups for weight in group]
+    flags = [weight.requires_grad for weight in weights]
     for weight in weights:
         weight.requires_grad_(True)
-    others = [named[other] for name in (space.aliases if case.settings.get("tied") else ()) for other in name]
     output = apply(model, case.inputs)
-    grads = torch.autograd.grad(output.double().sin().sum(), [*weights, *others], allow_unused=True)
+    grads = iter(torch.autograd.grad(output.double().sin().sum(), weights, allow_unused=True))
     for weight, flag in zip(weights, flags, strict=True):
         weight.requires_grad_(flag)
-    values = dict(zip(space.names, grads, strict=False))
-    for other, grad in zip(others, grads[len(weights) :], strict=True):  # two Parameters on one memory: one weight
-        name = next(n for n, a in zip(space.names, space.aliases, strict=True) if other is named.get((*a, n)[0]))
-        values[name] = values[name] + grad
-    shapes = dict(zip(space.names, space.shapes, strict=True))
-    full = {n: torch.zeros(shapes[n], dtype=space.dtype) if g is None else g for n, g in values.items()}
-    return output.detach(), space.pack(full)
+    total = {}
+    for name, group in zip(space.names, groups, strict=True):
+        found = [next(grads) for _ in group]
+        total[name] = sum((g for g in found if g is not None), torch.zeros_like(group[0], dtype=space.dtype))
+    return output.detach(), space.pack(total)
+
+
+def others(space):
+    return zip(space.names, space.aliases, strict=True)
 
 
 def check(case):

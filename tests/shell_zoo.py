@@ -5,7 +5,7 @@ import functools
 import threading
 import types
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ class Case:
     infer: Any = None
     exact: bool = True
     unused: tuple = ()
-    settings: dict = field(default_factory=dict)
 
 
 class Net(nn.Module):
@@ -114,8 +113,8 @@ def recursive_closure():
 
 def backward_hook():
     model = Net()
-    model.first.register_full_backward_hook(lambda m, gi, go: (gi[0],))
-    return Case(model, x().requires_grad_(False))
+    model.second.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2 + model.first.bias.sum(),))
+    return Case(model, x())
 
 
 def gradient_mask():
@@ -131,11 +130,11 @@ class Holder(Net):
         self.listed = [nn.Linear(3, 3)]
         self.table = {"a": collections.deque([self.second])}
         self.pair = collections.namedtuple("Pair", "left right")(self.first, self)
-        self.me = self
+        self.me = [self]
 
     def forward(self, x):
         hidden = torch.tanh(self.pair.left(self.listed[0](x)))
-        return self.me.table["a"][0](hidden)
+        return self.me[0].table["a"][0](hidden)
 
 
 def containers():
@@ -146,7 +145,7 @@ class Weak(Net):
     def __init__(self):
         super().__init__()
         self.link = weakref.ref(self.first)
-        self.proxy = weakref.proxy(self.second)
+        self.__dict__["proxy"] = weakref.proxy(self.second)
         self.dead = weakref.ref(nn.Linear(1, 1))
 
     def forward(self, x):
@@ -257,7 +256,7 @@ def lstm():
 
 
 def gru():
-    return Case(Recurrent(nn.GRU), torch.randn(2, 6, 3), "rnn.*l1")
+    return Case(Recurrent(nn.GRU), torch.randn(2, 6, 3), "rnn.*l1", exact=False)
 
 
 def batch_norm():
@@ -310,7 +309,7 @@ def tied_by_alias():
 def tied_by_memory():
     model = Shared()
     model.head.weight = nn.Parameter(model.embed.weight.data)
-    return Case(model, torch.randint(7, (3, 5)), settings={"tied": True})
+    return Case(model, torch.randint(7, (3, 5)))
 
 
 class Scalar(Net):
@@ -349,7 +348,7 @@ def parameter_attributes():
 
 def renormalised_embedding():
     model = nn.Sequential(nn.Embedding(7, 4, max_norm=0.1), nn.Linear(4, 2))
-    return Case(model, torch.randint(7, (3, 5)), "1.*")
+    return Case(model, torch.randint(7, (3, 5)), "1.*", exact=False)
 
 
 class Attended(nn.Module):
