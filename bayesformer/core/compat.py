@@ -1,0 +1,41 @@
+"""Every private name of torch that the library uses, each with its reason, so that a new release is read here first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def gradient_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
+    """The functions given to `parameter.register_hook`; torch has no public list of them (`_backward_hooks`)."""
+    return list((getattr(parameter, "_backward_hooks", None) or {}).values())
+
+
+def version(tensor: Tensor) -> int:
+    """How often torch has written into this memory; public documentation only mentions it (`_version`)."""
+    return int(tensor._version)
+
+
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """The module inside what `torch.compile(module)` returns, or None; its class lives in `torch._dynamo`."""
+    if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
+        return module._modules["_orig_mod"]
+    return None
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; asked without importing `torch.distributed.tensor`, which takes a while."""
+    room = sys.modules.get("torch.distributed.tensor")
+    return room is not None and isinstance(tensor, room.DTensor)
+
+
+def named_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """The live table of a module's buffers; only this shows a buffer that a pass has replaced (`_buffers`)."""
+    return module._buffers
+
+
+# What `module.compile()` leaves on a module: a compiled call bound to that very module. A copy must not run it.
+COMPILED_CALL = "_compiled_call_impl"

@@ -1,0 +1,69 @@
+"""How a model is called, and which of its outputs speaks of the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def apply(model: nn.Module, inputs: Any) -> Tensor:
+    """The output tensor of a model on one tensor, a tuple of positional or a mapping of keyword arguments."""
+    args, kwargs = split_inputs(inputs)
+    return select_output(model(*args, **kwargs))
+
+
+def call(model: nn.Module, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
+    """The output tensor with other weights or buffers, by name; afterwards the model has its own again.
+
+    The module is changed while it runs, so that only its own thread may use it: call it on a shell's module, never
+    on one that several threads share.
+    """
+    args, kwargs = split_inputs(inputs)
+    return select_output(functional_call(model, dict(params), args, kwargs))
+
+
+def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments; values that are not tensors (use_cache=False, lists) are passed as they are."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def select_output(output: Any) -> Tensor:
+    """The tensor that speaks of the targets: the output itself, its `logits`, or a tuple's first entry."""
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if not isinstance(output, Mapping) and isinstance(output, tuple | list) and output:
+        return _first(output)
+    raise ValueError(
+        "model must return a tensor, an output with logits, or a tuple whose first entry is a tensor; "
+        f"got {_described(output)}. Wrap it in a module that returns the tensor."
+    )
+
+
+def _first(output: tuple[Any, ...] | list[Any]) -> Tensor:
+    first = output[0]
+    if not isinstance(first, Tensor):
+        raise ValueError(
+            "model must return a tuple whose first entry is a tensor; its first entry is "
+            f"{_described(first)}. Wrap it in a module that returns the tensor."
+        )
+    if first.dim() == 0 and len(output) > 1:
+        raise ValueError(
+            "model must return outputs for every example; it returned a tuple whose first entry is a single number, "
+            "as in (loss, logits). Call it without labels, or wrap it in a module that returns the logits."
+        )
+    return first
+
+
+def _described(output: Any) -> str:
+    keys = f" with keys {list(output)}" if isinstance(output, Mapping) else ""
+    return f"{type(output).__name__}{keys}"

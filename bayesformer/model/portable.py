@@ -1,0 +1,70 @@
+"""A skeleton on its way to another process: structure by value as bytes, tensors apart so that a file can be mapped."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bayesformer.model.skeleton import Skeleton
+
+CARRIED = ("space", "data", "leaves", "table", "weights", "device", "wide", "widened", "origin", "facts")
+LOCKS = {type(threading.Lock()): threading.Lock, type(threading.RLock()): threading.RLock}
+
+
+class _Writer(cloudpickle.Pickler):
+    """cloudpickle with tensors put aside and locks made anew."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors = dict[str, Tensor]()
+        self._keys = dict[int, str]()
+
+    def persistent_id(self, obj: Any) -> str | None:
+        """A key for every tensor."""
+        if not isinstance(obj, Tensor):
+            return None
+        key = self._keys.setdefault(id(obj), str(len(self._keys)))
+        self.tensors[key] = obj.detach()
+        return key
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A new lock for a lock, cloudpickle's own ways for the rest."""
+        maker = LOCKS.get(type(obj))
+        return (maker, ()) if maker is not None else super().reducer_override(obj)
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self.tensors = tensors
+
+    def persistent_load(self, key: str) -> Tensor:
+        return self.tensors[key]
+
+
+def dump(skeleton: Skeleton) -> tuple[bytes, dict[str, Tensor]]:
+    """Bytes of the structure and the tensors by key; raises where an attribute cannot leave the process."""
+    file = io.BytesIO()
+    writer = _Writer(file)
+    state = {key: getattr(skeleton, key) for key in CARRIED}
+    try:
+        writer.dump(state)
+    except (TypeError, pickle.PicklingError, AttributeError) as error:
+        raise ValueError(
+            f"model must be able to leave the process; something it holds is not: {error}. "
+            "Remove it from the model or work without processes."
+        ) from error
+    return file.getvalue(), writer.tensors
+
+
+def load(structure: bytes, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The attributes of a skeleton from what `dump` gave."""
+    state: dict[str, Any] = _Reader(structure, tensors).load()
+    return state
