@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.attention.multihead import multi_head_attention_forward as ours
+from bayesformer.model.multihead import multi_head_attention_forward as ours
 
 B, H, T, S, D = 3, 2, 5, 6, 8
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.attention.multihead import multi_head_attention_forward
+from bayesformer.model.multihead import multi_head_attention_forward
 from bayesformer.predict.streamlined import NoRuleError, Settings, Uncertain, module_rule, rule
 from bayesformer.predict.streamlined.carrier import RULES, Run
 from bayesformer.predict.streamlined.modules import MODULE_RULES, activation, standing_in

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bayesformer.attention.attend import attend, hides
 from bayesformer.attention.family import Family
-from bayesformer.attention.multihead import multi_head_attention_forward
+from bayesformer.model.multihead import multi_head_attention_forward
 
 
 class StochasticMultihead(nn.MultiheadAttention):

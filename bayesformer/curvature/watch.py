@@ -18,9 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from bayesformer.attention.multihead import multi_head_attention_forward
 from bayesformer.curvature.sites import Axis, ElementSite, EmbeddingSite, LinearSite, Output, Part, Site
 from bayesformer.curvature.together import FASTER
+from bayesformer.model.multihead import multi_head_attention_forward
 
 Key = tuple[str, int]
 """A use: the parameter's name, and its number among the uses of that parameter in a pass."""

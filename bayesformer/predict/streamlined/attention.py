@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.attention.multihead import multi_head_attention_forward
+from bayesformer.model.multihead import multi_head_attention_forward
 from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule
 from bayesformer.predict.streamlined.linear import Affine, linear
 from bayesformer.predict.streamlined.structure import Independent, with_one
