@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -39,3 +40,26 @@ def named_slots(module: nn.Module) -> dict[str, Tensor | None]:
 
 # What `module.compile()` leaves on a module: a compiled call bound to that very module. A copy must not run it.
 COMPILED_CALL = "_compiled_call_impl"
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) is being applied to the code that is running.
+
+    There is no public question for it, and in-place random functions must not be called there.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
+def standard_gamma(shape: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draws from Gamma(shape, 1), differentiable in the shape by implicit reparameterisation.
+
+    torch.distributions.Gamma calls the same function but cannot be given a generator.
+    """
+    return torch._standard_gamma(shape, generator=generator)
+
+
+GAMMA = torch._standard_gamma
+"""What torch.distributions.Gamma and StudentT call: it takes a generator, which they do not hand on."""
+
+DIRICHLET = torch._sample_dirichlet
+"""What torch.distributions.Dirichlet and Beta call: it takes a generator, which they do not hand on."""

@@ -15,7 +15,7 @@ from bayesformer.model.leaves import Leaf, alias, own, window
 from bayesformer.model.precision import Caster, Collector, Stage
 from bayesformer.model.skeleton import Facts, Skeleton, dress
 from bayesformer.model.space import Space
-from bayesformer.types import Params
+from bayesformer.core.types import Params
 
 
 class Shell:

@@ -1,0 +1,233 @@
+"""Randomness of a forward and backward pass, thread by thread: equal generators give equal passes.
+
+`pass_noise(generator)` lets everything that a pass draws come from one generator: dropout and all other random
+functions of torch that the model calls, and the library's own attention and layers. Nothing global is touched, so
+that any number of threads may run passes at once. What cannot be given a generator (numpy and `random` inside a
+model, segments that are computed again during the backward pass) needs the global streams. `find_randomness` looks
+which of this a model does, by one trial pass, and `Randomness.passing` is the right context manager for it:
+
+    randomness = find_randomness(model, lambda: model(x), backward=True)
+    with randomness.passing(generator):
+        loss(model(x)).backward()
+
+Where the global streams are needed, a pass with its backward pass holds a lock of the process, and the streams are
+seeded from the generator and restored afterwards. Threads of the library then wait for each other; a user's own
+thread that draws from a global stream at that moment can still disturb them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bayesformer.core.draws import Generators, drawing_from
+from bayesformer.model.pass_mode import PassMode, bound, device_of, draws_numbers, in_training, taking_generator
+from bayesformer.core.seeds import global_streams
+
+
+@contextmanager
+def pass_noise(generators: Generators, dropout_rate: float | None = None) -> Iterator[None]:
+    """Let every draw of a pass in this thread come from the given generators; torch's global stream is not touched.
+
+    Args:
+        generators: one, on the device of the weights; or one per row of the leading axis, where several draws go
+            through one pass (our own attention and layers know that axis, a user's own dropout does not: an error).
+        dropout_rate: of every dropout that is in force (modules in training mode, and every fused attention, which
+            does not know the mode), in the place of its own rate; 0.0 switches dropout off.
+    """
+    if dropout_rate is not None and not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate must be at least 0 and below 1; got {dropout_rate}.")
+    with drawing_from(generators, dropout_rate), PassMode():
+        yield
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Scaled dot-product attention as products and a softmax, in this thread, which is what vmap can batch.
+
+    The fused kernel of the CPU has no batching rule: under vmap it would run for one member after the other.
+    """
+    with PassMode(plain=True):
+        yield
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """What a model draws during a pass; made by `find_randomness`."""
+
+    functions: tuple[str, ...] = ()
+    """random functions of torch that the model calls"""
+    library: bool = False
+    """whether attention or layers of this library draw"""
+    torch_stream: str = ""
+    """why torch's global stream is needed; empty if it is not"""
+    python_streams: str = ""
+    """why the global streams of numpy or `random` are needed; empty if they are not"""
+    unrepeatable: str = ""
+    """why two passes with equal seeds can differ all the same; empty if they cannot"""
+
+    @property
+    def kind(self) -> Literal["none", "own", "global"]:
+        """Whether a pass draws nothing, draws from the generator that it is given, or needs a global stream."""
+        if self.torch_stream or self.python_streams:
+            return "global"
+        return "own" if self.functions or self.library else "none"
+
+    @contextmanager
+    def passing(self, generators: Generators, dropout_rate: float | None = None) -> Iterator[None]:
+        """Around a pass and its backward pass: all that they draw is determined by the generators; see `pass_noise`."""
+        if self.kind == "global":
+            with self._global(generators, dropout_rate):
+                yield
+        elif self.functions or dropout_rate is not None:
+            with pass_noise(generators, dropout_rate):
+                yield
+        else:
+            with drawing_from(generators):
+                yield
+
+    @contextmanager
+    def _global(self, generators: Generators, dropout_rate: float | None) -> Iterator[None]:
+        one, *others = (generators,) if isinstance(generators, torch.Generator) else generators
+        if others:
+            reason = self.torch_stream or self.python_streams
+            raise RuntimeError(f"{1 + len(others)} draws cannot be made in one pass: {reason}.")
+        seed = int(torch.empty((), dtype=torch.int64, device=one.device).random_(generator=one))
+        own: Generators = () if self.torch_stream else one
+        with global_streams(seed, torch_too=bool(self.torch_stream)), pass_noise(own, dropout_rate):
+            yield
+
+
+TRIAL = 0x5EED_0F_A_7121A1  # a seed that no model is likely to use for a generator of its own
+
+
+def find_randomness(
+    module: nn.Module, call: Callable[[], Any], backward: bool = False, dropout_rate: float | None = None
+) -> Randomness:
+    """What a module draws in the mode it is in, by one trial pass that leaves buffers, gradients and streams as before.
+
+    Torch's draws are told apart by the operations of this thread alone, whatever other threads do. A move of numpy's
+    or `random`'s stream by another thread is taken for the module's: then the pass is locked without need.
+
+    Args:
+        module: whose buffers and gradients are restored.
+        call: runs the forward pass; tensors in what it returns are summed for the backward pass.
+        backward: whether a backward pass belongs to it.
+        dropout_rate: as the passes will be given it.
+    """
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    generator = torch.Generator(device).manual_seed(TRIAL)
+    watch, mode, python = _Watch(generator), PassMode(), _python_states()
+    grad = backward or torch.is_grad_enabled()
+    with _restored(module), torch.set_grad_enabled(grad), drawing_from(generator, dropout_rate), watch, mode:
+        outputs = _tensors(call())
+        if backward:
+            watch.in_backward = True
+            _total(outputs).backward()
+    moved = _moved_back(python)
+    return Randomness(
+        functions=tuple(sorted(mode.called)),
+        library=watch.given and not mode.called,
+        torch_stream=watch.reason,
+        python_streams=f"the model draws from the global stream of {' and '.join(moved)}" if moved else "",
+        unrepeatable=watch.unrepeatable,
+    )
+
+
+class _Watch(TorchDispatchMode):
+    """Looks which elementary operations of this thread draw, and from where; also those of the backward pass."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator, self.in_backward = generator, False
+        self.given, self.reason, self.unrepeatable = False, "", ""
+        self.scratch: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if draws_numbers(func):
+            given = bound(func, args, kwargs)
+            if in_training(func, given):
+                self._note(func.overloadpacket.__name__, given.get("generator"))
+                with_generator = taking_generator(func)
+                if given.get("generator") is None and with_generator is not None:  # let the trial move no global stream
+                    return with_generator(self._scratch(device_of(args, given)), given)
+        return func(*args, **(kwargs or {}))
+
+    def _scratch(self, device: torch.device) -> torch.Generator:
+        if device not in self.scratch:
+            self.scratch[device] = torch.Generator(device).manual_seed(TRIAL + 1)
+        return self.scratch[device]
+
+    def _note(self, name: str, generator: torch.Generator | None) -> None:
+        if self.in_backward:
+            self.reason = f"the backward pass draws again ({name}), as checkpointed segments do"
+        elif generator is None:
+            self.reason = self.reason or f"{name} takes no generator"
+        elif self._ours(generator):
+            self.given = True
+        else:
+            self.unrepeatable = f"the model draws from a generator of its own ({name})"
+
+    def _ours(self, generator: torch.Generator) -> bool:
+        """Generators come here as new objects and cannot be compared, but for their states."""
+        if generator.device.type != self.generator.device.type:
+            return True  # made for another device, see PassMode.generator
+        return torch.equal(generator.get_state(), self.generator.get_state())
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+
+
+def _total(outputs: list[Tensor]) -> Tensor:
+    learned = [x.float().sum() for x in outputs if x.requires_grad]
+    if not learned:
+        raise ValueError("call must return a tensor with a gradient for a trial with a backward pass; got none.")
+    return torch.stack(learned).sum()
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Buffers and gradients as before, the latter by identity: they may be views of a vector."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    gradients = [(p, p.grad) for p in module.parameters()]
+    try:
+        for p, _ in gradients:
+            p.grad = None
+        yield
+    finally:
+        for p, grad in gradients:
+            p.grad = grad
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _python_states() -> dict[str, Any]:
+    return {"numpy": numpy.random.get_state(legacy=False), "random": random.getstate()}  # noqa: NPY002
+
+
+def _moved_back(before: dict[str, Any]) -> list[str]:
+    """Which streams have moved; they are put back."""
+    now, moved = _python_states(), []
+    if not _equal(now["numpy"]["state"], before["numpy"]["state"]):
+        numpy.random.set_state(before["numpy"])  # noqa: NPY002
+        moved.append("numpy")
+    if now["random"] != before["random"]:
+        random.setstate(before["random"])
+        moved.append("random")
+    return moved
+
+
+def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(numpy.array_equal(a[key], b[key]) for key in a)
