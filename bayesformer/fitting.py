@@ -10,7 +10,7 @@ from torch import nn
 from bayesformer.core.progress import bars
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import ModelFactory
-from bayesformer.datasets import as_batches
+from bayesformer.data import as_batches
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.methods import Method, Mle, Problem, build_method
 from bayesformer.model.space import Choice

@@ -16,9 +16,9 @@ from bayesformer.core.pool import Pool
 from bayesformer.core.seeds import stream
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, Inputs, Outputs, Params
-from bayesformer.datasets import as_inputs
-from bayesformer.datasets.inputs import inputs_to, leaves
-from bayesformer.datasets.unlabelled import InputBatches
+from bayesformer.data import as_inputs
+from bayesformer.data.inputs import inputs_to, leaves
+from bayesformer.data.unlabelled import InputBatches
 from bayesformer.layers.preparation import Preparation
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.likelihoods import Likelihood, links

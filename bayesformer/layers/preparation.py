@@ -16,7 +16,7 @@ from bayesformer.attention import install
 from bayesformer.core.errors import unknown_name
 from bayesformer.layers.concrete import add_concrete_sites
 from bayesformer.layers.variational import Variational
-from bayesformer.priors.prior.setting import PriorSetting, prior_of
+from bayesformer.priors.setting import PriorSetting, prior_of
 
 STEPS = "attention_steps"
 """Buffer that counts training steps: buffers are part of a checkpoint, so annealing resumes where it was."""

@@ -13,11 +13,11 @@ from bayesformer.core.settings import LATER
 from bayesformer.laws import Samples
 from bayesformer.layers.preparation import STEPS, Preparation
 from bayesformer.posterior import Posterior
-from bayesformer.priors.prior.setting import PriorSetting, prior_of
+from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem, check_ranges
-from bayesformer.train.loop.prototype import Prototype
-from bayesformer.train.loop.recipe import posterior_of, refuse_earlier, vector_prior
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import posterior_of, refuse_earlier, vector_prior
 
 
 @dataclass(frozen=True)

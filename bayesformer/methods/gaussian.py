@@ -16,9 +16,9 @@ from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dens
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.problem import Problem, check_ranges
-from bayesformer.train.loop.prototype import Prototype
-from bayesformer.priors.prior.setting import PriorSetting, prior_of
-from bayesformer.train.loop.recipe import earlier_law, fit_gaussian
+from bayesformer.train.prototype import Prototype
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.recipe import earlier_law, fit_gaussian
 from bayesformer.train.training import Training
 
 

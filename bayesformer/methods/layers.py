@@ -14,12 +14,12 @@ from bayesformer.layers.preparation import Preparation
 from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
-from bayesformer.priors.prior.setting import PriorSetting, prior_of
+from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.objective import Constant
 from bayesformer.train.problem import Problem, check_ranges
-from bayesformer.train.loop.prototype import Prototype
-from bayesformer.train.loop.recipe import posterior_of, refuse_earlier
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import posterior_of, refuse_earlier
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from bayesformer.laws import Samples
 from bayesformer.posterior import Posterior
 from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
-from bayesformer.train.loop.prototype import Prototype
-from bayesformer.priors.prior.setting import PriorSetting, prior_of
-from bayesformer.train.loop.recipe import posterior_of, vector_prior
+from bayesformer.train.prototype import Prototype
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.recipe import posterior_of, vector_prior
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.schedules import Schedule
 from bayesformer.posterior import Posterior
-from bayesformer.priors.prior.setting import PriorSetting, prior_of
-from bayesformer.train.loop.collect import Collect
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.collect import Collect
 from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem, check_ranges
-from bayesformer.train.loop.prototype import Prototype
-from bayesformer.train.loop.recipe import (
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import (
     MODE_SHARE,
     around,
     find_modes,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Inputs, Params
-from bayesformer.datasets.inputs import first_tensor
+from bayesformer.data.inputs import first_tensor
 from bayesformer.predict.sampled import Sampler
 
 Convert: TypeAlias = Callable[[Tensor], Params]

@@ -25,9 +25,9 @@ from bayesformer.likelihoods import Likelihood
 from bayesformer.model.modes import set_training
 from bayesformer.model.randomness import Randomness
 from bayesformer.model.shell import Shell
-from bayesformer.train.loop import checkpoint as checkpoints
-from bayesformer.train.loop.collect import Collect
-from bayesformer.train.loop.convergence import has_converged
+from bayesformer.train import checkpoint as checkpoints
+from bayesformer.train.collect import Collect
+from bayesformer.train.convergence import has_converged
 from bayesformer.train.training import Training
 
 CHECK_EVERY = 20  # steps between looks for NaN: a look waits for the device

@@ -20,13 +20,13 @@ from bayesformer.inference import optimise
 from bayesformer.laws.samples import shared
 from bayesformer.model.modes import set_training
 from bayesformer.model.skeleton import Skeleton
-from bayesformer.train.loop.collect import Collect
+from bayesformer.train.collect import Collect
 from bayesformer.train.loop import Job, Trained, train
 from bayesformer.train.objective import KlWeight, Objective, Term
 from bayesformer.train.problem import Problem, settings_of
-from bayesformer.train.loop.prototype import Prototype, Start
+from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.training import Training
-from bayesformer.train.loop.vector_prior import VectorPrior
+from bayesformer.train.vector_prior import VectorPrior
 
 
 class BuildTransform(Protocol):

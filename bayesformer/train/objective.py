@@ -26,7 +26,7 @@ from bayesformer.likelihoods import Likelihood
 from bayesformer.model.calling import apply, select_output, split_inputs
 from bayesformer.model.randomness import plain_attention
 from bayesformer.model.shell import Shell
-from bayesformer.train.loop.vector_prior import FlatPrior, VectorPrior
+from bayesformer.train.vector_prior import FlatPrior, VectorPrior
 
 Forward: TypeAlias = Callable[[Inputs], Tensor]
 """Outputs of the network under the weights at hand, on any inputs."""

@@ -12,7 +12,7 @@ from torch import nn
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import ModelFactory
-from bayesformer.datasets import as_batches
+from bayesformer.data import as_batches
 from bayesformer.data.batches import Batches
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bayesformer.core.seeds import stream
 from bayesformer.core.types import Batch, ModelFactory, Params
 from bayesformer.data.batches import Batches
-from bayesformer.datasets.mapped import Mapped
+from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.language import needs_decoder_inputs, resolve, with_decoder_inputs

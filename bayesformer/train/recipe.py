@@ -15,12 +15,12 @@ from bayesformer.laws.samples import shared
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
 from bayesformer.posterior import Posterior
-from bayesformer.priors.prior.setting import PriorSetting, prior_of
+from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import BuildTransform, Fitted, Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
-from bayesformer.train.loop.prototype import Prototype, Start
+from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.training import Training
-from bayesformer.train.loop.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
+from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
 
 MODE_SHARE = 0.5  # of the epochs, to find the mode of the other weights where a subset is inferred
 
