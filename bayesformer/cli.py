@@ -250,7 +250,7 @@ def list_(arguments: argparse.Namespace) -> int:
     from bayesformer.bench.tasks import TASKS, describe
     from bayesformer.core.settings import explain, summary
     from bayesformer.methods import METHODS
-    from bayesformer.train.loop import Training
+    from bayesformer.train.training import Training
 
     console = Console()
     for title, rows in {

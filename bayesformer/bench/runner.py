@@ -40,7 +40,7 @@ from bayesformer.dataset import Data, first_tensor
 from bayesformer.engine import Strategy, best_seconds, run_in_processes
 from bayesformer.methods import METHODS, Method, Problem, build_method
 from bayesformer.posterior import Posterior
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
 ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}

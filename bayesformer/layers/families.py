@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bayesformer.priors.prior import distributions as laws
+from bayesformer.priors import distributions as laws
 from bayesformer.priors.distributions import Distribution
 
 T = TypeVar("T", bound="Family")

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from bayesformer.core.vectors import transformed
 from bayesformer.layers import fused_linear as fused
 from bayesformer.layers.families import Cauchy, Family, Gaussian
-from bayesformer.priors.prior import distributions as laws
+from bayesformer.priors import distributions as laws
 
 Affine: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 

@@ -21,7 +21,7 @@ from bayesformer.core.types import Params
 from bayesformer.core.vectors import is_long, pieces, transformed
 from bayesformer.layers.families import Family, Gaussian, kl_terms
 from bayesformer.network import Layout
-from bayesformer.priors.prior import distributions as laws
+from bayesformer.priors import distributions as laws
 from bayesformer.priors.distributions import Distribution
 
 

@@ -38,7 +38,7 @@ from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.methods import Problem, Vi
 from bayesformer.network import FlatModel, Layout, apply
 from bayesformer.predict.streamlined import Settings, streamlined_outputs
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 DRAWS = 10_000
 COST_INPUTS = 64

@@ -13,7 +13,7 @@ from bayesformer.core.seeds import generator
 from bayesformer.datasets import digits
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models.vit import VisionTransformer
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 
 @dataclass(frozen=True)

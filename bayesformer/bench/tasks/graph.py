@@ -16,7 +16,7 @@ from bayesformer.datasets import planetoid
 from bayesformer.datasets.graphs import Graph
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models.gat import GraphAttentionNetwork
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 DEPTH = 2
 

@@ -13,7 +13,7 @@ from bayesformer.core.types import Inputs
 from bayesformer.datasets import imdb
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models.transformer import Encoder, SequenceClassifier
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from bayesformer.dataset import Data
 from bayesformer.evaluate.process import Gap
 from bayesformer.likelihoods import Likelihood
 from bayesformer.likelihoods.predictive import Predictive
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 Ask: TypeAlias = Callable[[Inputs], Predictive]
 """A posterior as a task sees it: inputs in, a predictive out."""

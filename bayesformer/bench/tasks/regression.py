@@ -16,7 +16,7 @@ from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.likelihoods.predictive import GaussianPredictive, Predictive
 from bayesformer.models.tabular import FeatureTransformer, MlpRegressor
 from bayesformer.models.transformer import Encoder
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from bayesformer.datasets import toy
 from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.likelihoods.predictive import GaussianPredictive
 from bayesformer.models.transformer import Encoder, Regressor
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 
 @dataclass(frozen=True)
