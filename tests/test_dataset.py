@@ -62,8 +62,9 @@ def test_fingerprint_sees_every_value():
             "inputs must be finite; got 1 NaN",
         ),
         (lambda: as_data(((torch.zeros(4), torch.zeros(3)), torch.zeros(4))), r"same length; got \[3, 4\]"),
-        (lambda: as_data({"x": torch.zeros(3)}), "must have a key labels or targets; got x"),
-        (lambda: as_data([1, 2]), "got list"),
+        (lambda: as_data({"x": torch.zeros(3)}), "must have a key labels, targets, label or label_ids; got x"),
+        (lambda: as_data([1, 2]), "examples of data must be pairs .* got Tensor"),
+        (lambda: as_data(3), "data must be Data, a pair .* got int"),
         (
             lambda: as_data(("text", torch.zeros(1))),
             "must be a tensor, or a tuple or dict of tensors; got str",

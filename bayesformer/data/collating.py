@@ -1,0 +1,104 @@
+"""Many examples as one batch: numbers are stacked, sequences of unequal lengths are padded, flags pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesformer.data.inputs import as_tensors
+from bayesformer.data.labels import label_key
+from bayesformer.data.ragged import Padding, pad_columns
+from bayesformer.types import Batch
+
+
+def collate(items: Sequence[Any], padding: Padding, name: str) -> Any:
+    """A batch in the form of its examples: tensor, tuple, dict or `Batch`, each tensor with the examples along dim 0.
+
+    Examples that are dicts may hold sequences of unequal lengths, which are padded (see `pad_columns`).
+    """
+    first = items[0]
+    if isinstance(first, Batch):
+        parts = zip(*items, strict=True)
+        return Batch(*(collate_values(part, f"an example of {name}") for part in parts))
+    if isinstance(first, Mapping):
+        for item in items:
+            if not isinstance(item, Mapping) or item.keys() != first.keys():
+                got = list(item) if isinstance(item, Mapping) else type(item).__name__
+                raise ValueError(f"examples of {name} must all have the keys {list(first)}; got {got}.")
+        columns = {key: [item[key] for item in items] for key in first}
+        return collate_columns(columns, padding, name)
+    return collate_values(items, f"an example of {name}")
+
+
+def collate_columns(columns: Mapping[str, Any], padding: Padding, name: str) -> Any:
+    """The same from columns, {key: one value per example}."""
+    left = set(columns) - {label_key(columns)} if padding.tokenizer is not None else set()  # to the tokenizer
+    rows = {k: value if k in left else _rows(value, f"{k!r} of {name}") for k, value in columns.items()}
+    return pad_columns(rows, padding, name)
+
+
+def collate_values(values: Sequence[Any], where: str) -> Any:
+    """One value per example as one tensor, or as a tuple or dict of them; equal flags stay a flag."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: collate_values([value[key] for value in values], where) for key in first}
+    if isinstance(first, tuple) or (isinstance(first, list) and not _numbers(first)):
+        if len({len(value) for value in values}) > 1:
+            raise ValueError(f"{where} must have the same number of entries as all others; got {_lengths(values)}.")
+        return tuple(collate_values(part, where) for part in zip(*values, strict=True))
+    rows = _rows(values, where)
+    if isinstance(rows, list):
+        shapes = sorted({tuple(row.shape) for row in rows})
+        raise ValueError(
+            f"{where} must have the shape of all others; got {shapes}. Give collate=, a function that makes a batch of "
+            "a list of examples, or examples that are dicts with 'input_ids', which are padded."
+        )
+    return rows
+
+
+def _rows(values: Any, where: str) -> Any:
+    """A stacked tensor, a list of tensors where shapes differ, or the common value of flags."""
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, np.ndarray):
+        return as_tensors(values)
+    first = values[0]
+    if isinstance(first, bool | str | type(None)):
+        if any(type(value) is not type(first) or value != first for value in values):
+            raise ValueError(
+                f"{where} is a flag or text, which must be the same in all examples of a batch; got "
+                f"{first!r} and others. Give a value for each example as a tensor or a number."
+            )
+        return first
+    if isinstance(first, np.generic):
+        return as_tensors(np.stack(values))
+    if isinstance(first, int | float):
+        return torch.tensor(values, device="cpu")
+    tensors = [_tensor(value, where) for value in values]
+    return torch.stack(tensors) if len({tensor.shape for tensor in tensors}) == 1 else tensors
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return as_tensors(value)
+    if isinstance(value, list | tuple) and _numbers(value):
+        return torch.tensor(value, device="cpu")
+    raise ValueError(
+        f"{where} must be a tensor, an array, a number or a list of numbers; got {type(value).__name__}. "
+        "Give collate=, a function that makes a batch of a list of examples."
+    )
+
+
+def _numbers(value: Any) -> bool:
+    """Whether a list holds numbers, or lists of numbers."""
+    return all(_numbers(v) if isinstance(v, list | tuple) else isinstance(v, int | float) for v in value)
+
+
+def _lengths(values: Sequence[Any]) -> list[int]:
+    return sorted({len(value) for value in values})

@@ -1,0 +1,103 @@
+"""What a model is called with: one tensor, a tuple of positional values, or a dict of keyword values.
+
+Tensors with at least one dimension have the examples along dim 0. Everything else (a flag such as `use_cache=False`, a
+string, None, a tensor without dimensions) is the same for all examples and reaches the model unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bayesformer.types import Inputs
+
+CONSTANTS = (bool, int, float, str, type(None))
+"""Types of Python values that a model may take as they are."""
+
+
+def per_example(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor with the examples along dim 0."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def leaves(inputs: Any) -> Iterator[Any]:
+    """Every value of an input, tensors and others, in order."""
+    if isinstance(inputs, Mapping):
+        for value in inputs.values():
+            yield from leaves(value)
+    elif isinstance(inputs, tuple | list):
+        for value in inputs:
+            yield from leaves(value)
+    else:
+        yield inputs
+
+
+def tensors_of(inputs: Inputs) -> list[Tensor]:
+    """The tensors of an input that have one row per example."""
+    return [value for value in leaves(inputs) if per_example(value)]
+
+
+def first_tensor(inputs: Inputs) -> Tensor:
+    """The first tensor of an input; its length is the number of examples."""
+    return tensors_of(inputs)[0]
+
+
+def map_inputs(inputs: Inputs, fn: Any) -> Inputs:
+    """The input with `fn` applied to every tensor that has one row per example, in the same form."""
+    return _mapped(inputs, fn, per_example)
+
+
+def inputs_to(inputs: Inputs, device: torch.device | str | None) -> Inputs:
+    """The input with every tensor on `device`; None leaves all where they are."""
+    if device is None:
+        return inputs
+    return _mapped(inputs, lambda x: x.to(device), lambda value: isinstance(value, Tensor))
+
+
+def as_tensors(value: Any) -> Any:
+    """The value with numpy arrays as tensors that share their memory, lists as tuples and mappings as dicts."""
+    if isinstance(value, np.ndarray):
+        return _from_numpy(value)
+    if isinstance(value, Mapping):
+        return {key: as_tensors(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(as_tensors(part) for part in value)
+    return value
+
+
+def check_inputs(inputs: Inputs, name: str) -> None:
+    """Raise unless there is at least one example, all tensors are equally long, and all numbers are finite."""
+    values = list(leaves(inputs))
+    tensors = [value for value in values if per_example(value)]
+    known = all(isinstance(value, (Tensor, *CONSTANTS)) for value in values)
+    if not tensors or not known:
+        alone = not isinstance(inputs, Mapping | tuple | list)
+        kinds = type(inputs).__name__ if alone or not values else [type(value).__name__ for value in values]
+        raise ValueError(f"{name} must be a tensor, or a tuple or dict of tensors; got {kinds}.")
+    lengths = {len(tensor) for tensor in tensors}
+    if len(lengths) > 1:
+        raise ValueError(f"{name} must all have the same length; got {sorted(lengths)}.")
+    if 0 in lengths:
+        raise ValueError(f"{name} must have at least one example; got none.")
+    for tensor in tensors:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise ValueError(f"{name} must be finite; got {bad} NaN or infinite values.")
+
+
+def _mapped(value: Any, fn: Callable[[Tensor], Any], chosen: Callable[[Any], bool]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _mapped(part, fn, chosen) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_mapped(part, fn, chosen) for part in value)
+    return fn(value) if chosen(value) else value
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype.kind not in "biufc":
+        raise ValueError(f"arrays must hold numbers; got an array of dtype {array.dtype}.")
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -1,0 +1,71 @@
+"""Which part of an example is the target: the rules are the same for every form of data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesformer.data.in_memory import Data, check_targets
+from bayesformer.data.inputs import as_tensors, check_inputs, first_tensor
+from bayesformer.types import Batch, Inputs
+
+LABEL_KEYS = ("labels", "targets", "label", "label_ids")
+"""Keys of a dict example that hold its target; the first one present does."""
+KEYS = "labels, targets, label or label_ids"
+
+
+def label_key(keys: Any) -> str | None:
+    """The key that holds the targets, None if there is none."""
+    return next((key for key in LABEL_KEYS if key in keys), None)
+
+
+def split_labels(raw: Any, name: str) -> Batch:
+    """A batch of inputs and targets from what a collate function gives, checked.
+
+    A dict has its targets under one of `LABEL_KEYS`. Of a tuple or list the last entry is the target and all others
+    are inputs, however many; a mask is given by `Batch(inputs, targets, mask)` only.
+    """
+    batch = _split(raw, name)
+    check_inputs(batch.inputs, f"inputs of {name}")
+    check_targets(batch.targets, batch.mask, len(first_tensor(batch.inputs)))
+    return batch
+
+
+def drop_labels(raw: Any, name: str) -> Inputs:
+    """The inputs alone, checked: targets are left out where there are any, by the rules of `split_labels`."""
+    if isinstance(raw, Batch | Data):
+        inputs = as_tensors(raw.inputs)
+    elif isinstance(raw, Mapping):
+        inputs = {key: value for key, value in as_tensors(raw).items() if key not in LABEL_KEYS}
+    elif isinstance(raw, tuple | list):
+        parts = as_tensors(raw)
+        inputs = parts[0] if len(parts) <= 2 else parts[:-1]
+    else:
+        inputs = as_tensors(raw)
+    check_inputs(inputs, f"inputs of {name}")
+    return inputs
+
+
+def _split(raw: Any, name: str) -> Batch:
+    if isinstance(raw, Batch | Data):
+        return Batch(*(as_tensors(part) for part in (raw.inputs, raw.targets, raw.mask)))
+    if isinstance(raw, Mapping):
+        key = label_key(raw)
+        if key is None:
+            raise ValueError(f"{name} must have a key {KEYS}; got {', '.join(map(str, raw))}.")
+        values = as_tensors(raw)
+        return Batch({k: value for k, value in values.items() if k != key}, values[key])
+    if isinstance(raw, tuple | list) and len(raw) >= 2:
+        *inputs, targets = as_tensors(raw)
+        if len(inputs) > 1 and isinstance(targets, Tensor) and targets.dtype == torch.bool:
+            raise ValueError(
+                f"examples of {name} end with a boolean entry, which may be a mask or a label: "
+                "give Batch(inputs, targets, mask) for a mask, or integer labels."
+            )
+        return Batch(inputs[0] if len(inputs) == 1 else tuple(inputs), targets)
+    raise ValueError(
+        f"examples of {name} must be pairs (inputs, target) or dicts with {KEYS}; got {type(raw).__name__}."
+    )

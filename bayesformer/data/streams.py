@@ -1,0 +1,195 @@
+"""Batches of data that can be read in their own order only: IterableDatasets, generators, DataLoaders with samplers.
+
+Reading is done with private random streams named by (seed, member, epoch), so that a stream that draws from the global
+ones is repeatable. Resuming inside an epoch reads what was already seen again and leaves it out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Literal
+
+import torch
+
+from bayesformer.data.batches import Batches
+from bayesformer.data.global_random import PrivateStream
+from bayesformer.data.in_memory import batch_to, update_hash
+from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves, map_inputs
+from bayesformer.data.labels import drop_labels, split_labels
+from bayesformer.data.order import num_steps
+from bayesformer.seeds import fold
+from bayesformer.types import Batch
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of examples and their number, which training needs: the prior is weighed against N examples.
+
+    An epoch is the whole stream, or its first `num_data` examples if it goes on.
+    """
+
+    examples: Iterable[Any]
+    num_data: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_data is not None and self.num_data < 1:
+            raise ValueError(f"num_data must be the number of examples, at least 1; got {self.num_data}.")
+
+
+class Streamed(Batches):
+    """Batches of an iterable. `collate_fn` makes a batch of a list of examples; None if it gives whole batches."""
+
+    resumable: Literal["exact", "epoch"] = "epoch"
+
+    def __init__(
+        self, source: Iterable[Any], num_data: int | None, collate_fn: Callable[[list[Any]], Any] | None, name: str
+    ) -> None:
+        self.source, self.num_data, self.collate_fn, self.name = source, num_data, collate_fn, name
+        self.batch_size = None if collate_fn is not None else getattr(source, "batch_size", None)
+        self._kept: Iterator[Any] | None = None  # what was read in advance of a stream that cannot start again
+        self._ahead: list[Any] = []
+
+    def epoch(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        epoch: int,
+        member: int = 0,
+        replacement: bool = False,
+        start: int = 0,
+        device: torch.device | str | None = None,
+        join_single: bool = False,
+    ) -> Iterator[Batch]:
+        """The training batches of one epoch, see `Batches.epoch`; whole batches of a loader are left as they are."""
+        if replacement:
+            raise ValueError(
+                f"{self.name} cannot be drawn with replacement, since it is read in its own order: give a dataset that "
+                "is read by index, or use a method that takes every example once per epoch."
+            )
+        own = PrivateStream(fold(seed, member, epoch, "examples"))
+        found = islice(self._raw(own, batch_size, epoch, join_single), start, None)
+        return (batch_to(split_labels(raw, self.name), device) for raw in found)
+
+    def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
+        """The stream from its beginning."""
+        for raw in self.raw_in_order(batch_size):
+            yield batch_to(split_labels(raw, self.name), device)
+
+    def raw_in_order(self, batch_size: int) -> Iterator[Any]:
+        """The same as the stream gives it, not split into inputs and targets."""
+        return self._raw(PrivateStream(fold(0, "in order")), batch_size, 0, False)
+
+    def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
+        """The number of batches in one epoch, where it is known."""
+        if self.collate_fn is None and isinstance(self.source, Sized):
+            return len(self.source)  # batches of a loader
+        if self.num_data is None:
+            return None
+        return num_steps(self.num_data, self.batch_size or batch_size, join_single=join_single)
+
+    def fingerprint(self) -> str:
+        """A hash of type and N: reading a stream could use it up."""
+        source = getattr(self.source, "dataset", self.source)
+        kind = f"{type(self.source).__qualname__}/{type(source).__module__}.{type(source).__qualname__}"
+        return hashlib.sha256(f"{kind}/{self.num_data}/{self.batch_size}".encode()).hexdigest()[:16]
+
+    def first(self, count: int) -> Batch:
+        """The first examples, at most `count`; the next epoch begins with them."""
+        raw = self.raw_first(count)
+        batch = split_labels(raw, self.name)
+        if len(batch.targets) <= count:
+            return batch
+        mask = None if batch.mask is None else batch.mask[:count]
+        return Batch(map_inputs(batch.inputs, lambda x: x[:count]), batch.targets[:count], mask)
+
+    def raw_first(self, count: int) -> Any:
+        """The first batch of at least one example, not split into inputs and targets."""
+        units = 1 if self.collate_fn is None else count
+        self._look_ahead(units)
+        if not self._ahead:
+            raise ValueError(f"{self.name} must have at least one example; got none.")
+        collate_fn, items = self.collate_fn, self._ahead[:units]
+        return items[0] if collate_fn is None else PrivateStream(fold(0, "in order"))(lambda: collate_fn(items))
+
+    def _look_ahead(self, count: int) -> None:
+        """Read `count` units; what cannot be read again is kept for the next epoch.
+
+        Whether a stream starts again is seen by opening it a second time: if its first unit is another one, or none,
+        then both readings are parts of a single pass.
+        """
+        if self._kept is not None:
+            self._ahead += islice(self._kept, max(0, count - len(self._ahead)))
+            return
+        self._ahead = self._opened(count)[0]
+        again, iterator = self._opened(1)
+        if not self._ahead or (again and _digest(again[0]) == _digest(self._ahead[0])):
+            return
+        self._ahead += again
+        self._kept = iterator
+
+    def _opened(self, count: int) -> tuple[list[Any], Iterator[Any]]:
+        def read() -> tuple[list[Any], Iterator[Any]]:
+            iterator = iter(self.source)
+            return list(islice(iterator, count)), iterator
+
+        return PrivateStream(fold(0, "in order"))(read)
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        if self._kept is not None:
+            ahead, rest, self._ahead, self._kept = self._ahead, self._kept, [], None
+            return chain(ahead, rest)
+        if hasattr(self.source, "set_epoch"):  # Hugging Face streams and distributed samplers reshuffle by it
+            self.source.set_epoch(epoch)
+        return iter(self.source)
+
+    def _raw(self, own: PrivateStream, batch_size: int, epoch: int, join_single: bool) -> Iterator[Any]:
+        """Batches as the stream gives them, each read when it is asked for."""
+        units = own(lambda: self._open(epoch))
+        whole = self.collate_fn is None
+        batches = self._whole(own, units) if whole else self._grouped(own, units, batch_size, join_single)
+        empty = True
+        for raw in batches:
+            empty = False
+            yield raw
+        if empty:
+            raise ValueError(
+                f"{self.name} gave no example in epoch {epoch}: it can be read once only, or is empty. Give an object "
+                "whose __iter__ starts again, as an IterableDataset's does."
+            )
+
+    def _grouped(self, own: PrivateStream, units: Iterator[Any], size: int, join_single: bool) -> Iterator[Any]:
+        """Examples in batches; two examples are read in advance to see whether the last batch would be a single one."""
+        collate_fn, ahead = self.collate_fn, deque[Any]()
+        assert collate_fn is not None
+        units = islice(units, self.num_data)
+
+        def read() -> Any:
+            ahead.extend(islice(units, size - len(ahead) + (2 if join_single else 0)))
+            single = join_single and size > 1 and len(ahead) == size + 1
+            items = [ahead.popleft() for _ in range(min(size + single, len(ahead)))]
+            return collate_fn(items) if items else None
+
+        while (raw := own(read)) is not None:
+            yield raw
+
+    def _whole(self, own: PrivateStream, units: Iterator[Any]) -> Iterator[Any]:
+        """Whole batches until the loader ends, or N examples were seen of one that may not end."""
+        limit = None if isinstance(self.source, Sized) else self.num_data
+        seen, end = 0, object()
+        while (limit is None or seen < limit) and (raw := own(lambda: next(units, end))) is not end:
+            yield raw
+            seen += len(first_tensor(drop_labels(raw, self.name)))
+
+
+def _digest(unit: Any) -> str:
+    """A hash of an example or batch; objects that are neither tensors nor plain values count by their type."""
+    digest = hashlib.sha256()
+    for value in leaves(as_tensors(unit)):
+        known = isinstance(value, (torch.Tensor, *CONSTANTS))
+        update_hash(digest, value if known else type(value).__qualname__)
+    return digest.hexdigest()
