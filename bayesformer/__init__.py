@@ -10,7 +10,7 @@ and a target give a score (`bayesformer.evaluate`).
 
 from bayesformer import attention
 from bayesformer.core.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.fitting import fit
 from bayesformer.laplace.method import laplace
 from bayesformer.laplace.update import laplace_update

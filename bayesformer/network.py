@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from bayesformer.core.types import Batch, Inputs, LogJoint, Params
 from bayesformer.core.vectors import THETA, pieces
-from bayesformer.dataset import map_inputs
+from bayesformer.data.inputs import map_inputs
 from bayesformer.likelihoods import Likelihood
 from bayesformer.priors.distributions import Distribution, write_score
 from bayesformer.priors.prior import Prior

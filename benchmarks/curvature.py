@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bayesformer.attention import Linear
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import Batch
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.laplace import estimate
 from bayesformer.likelihoods import Categorical, Gaussian, Likelihood
 from bayesformer.models.transformer import Regressor

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.inference import optimise
 from bayesformer.laws import Samples
 from bayesformer.methods import Ensemble, Mle, Problem

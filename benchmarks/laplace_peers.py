@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.likelihoods import Categorical, Gaussian, Likelihood
 from bayesformer.network import trainable
 from benchmarks.harness import Comparison

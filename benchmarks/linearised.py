@@ -10,7 +10,7 @@ from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.core.types import Inputs
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.laplace.method import laplace
 from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.likelihoods import Categorical, Likelihood

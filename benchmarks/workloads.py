@@ -13,7 +13,7 @@ from torch import nn
 
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import Batch
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.models import VisionTransformer
 

@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch import nn
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesformer.models import Encoder, Regressor, SequenceClassifier, Tagger, VisionTransformer
 from bayesformer.network import Layout, apply, trainable

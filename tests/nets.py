@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 
 
 class Mlp(nn.Module):

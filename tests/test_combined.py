@@ -11,7 +11,7 @@ from bayesformer.bench.tasks import TASKS
 from bayesformer.core.seeds import stream
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.laws import Samples
 from bayesformer.methods import Problem, wrap
 from bayesformer.methods.combined import WEIGHTS, Combined

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.jacobians import columns
 from bayesformer.laplace import estimate
 from bayesformer.laplace import low_rank_curvature as low_rank

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.laplace import estimate
 from bayesformer.laplace import kronecker_curvature as kron
 from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, SketchFactor

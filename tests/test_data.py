@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.datasets import digits, toy
 from bayesformer.likelihoods.predictive import GaussianPredictive
 from tests.laws import assert_law, assert_mean

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from bayesformer.dataset import Data, as_data
+from bayesformer.data import Data, as_data
 
 
 def test_every_form_gives_the_same_data():

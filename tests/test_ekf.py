@@ -9,7 +9,7 @@ from torch import nn
 
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA, noise_from
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.inference import ekf
 from bayesformer.inference import ekf_dense as dense
 from bayesformer.inference import ekf_diag as diag

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bayesformer.core.vectors import THETA, noise_from
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.inference import ivon, schedules
 from bayesformer.likelihoods import Gaussian
 from bayesformer.network import FlatLogJoint, FlatModel

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.inference import baoab, sghmc, sgld
 from bayesformer.likelihoods import Categorical
 from bayesformer.network import FlatLogJoint, FlatModel, log_joint, trainable

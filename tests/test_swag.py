@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Params, Transform
 from bayesformer.core.vectors import THETA, noise_from
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.inference import optimise, swag, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian

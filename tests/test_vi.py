@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from bayesformer.core.vectors import THETA, noise_from
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.inference import optimise, vi_dense, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian

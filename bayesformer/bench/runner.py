@@ -36,7 +36,8 @@ from bayesformer.core.errors import DamagedFileError, unknown_name
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.settings import identity, override, summary
 from bayesformer.core.storage import read_json, write_json
-from bayesformer.dataset import Data, first_tensor
+from bayesformer.data import Data
+from bayesformer.data.inputs import first_tensor
 from bayesformer.engine import Strategy, best_seconds, run_in_processes
 from bayesformer.methods import METHODS, Method, Problem, build_method
 from bayesformer.posterior import Posterior

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 
 TEST, VALIDATION = 500, 297  # of 1797; the other 1000 are for training
 

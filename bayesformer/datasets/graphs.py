@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 
 
 class Graph(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.seeds import generator
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 
 PADDING, UNKNOWN = 0, 1
 FOLDER = "BAYESFORMER_DATA"

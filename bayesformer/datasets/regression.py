@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.seeds import generator
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.datasets.toy import GaussianMixture
 
 PARTS = ("train", "validation", "test")

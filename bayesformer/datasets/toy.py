@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.likelihoods.predictive import bisect, check_targets_shape
 
 

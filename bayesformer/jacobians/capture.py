@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.types import Inputs
-from bayesformer.dataset import first_tensor, map_inputs
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.sites import Axis, GeneralSite, Part, Site, backpropagate
 from bayesformer.jacobians.watch import Key, Watch
 from bayesformer.network import apply, trainable

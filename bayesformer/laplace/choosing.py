@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bayesformer import evaluate
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.laplace import Curvature, Groups, Noise, Quadratic, best_of, maximise
 from bayesformer.laplace.evidence import check_curvature
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.progress import Reporter, Silent
-from bayesformer.dataset import Data, DataLike, as_data, map_inputs
+from bayesformer.data import Data, DataLike, as_data
+from bayesformer.data.inputs import map_inputs
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
 from bayesformer.laplace import dense_curvature as dense

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from bayesformer.core.progress import Reporter, bars
 from bayesformer.core.types import GaussianOutputs
-from bayesformer.dataset import Data, DataLike, as_data, map_inputs
+from bayesformer.data import Data, DataLike, as_data
+from bayesformer.data.inputs import map_inputs
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
 from bayesformer.laplace.estimate import OUTPUTS, Curvature, estimate

@@ -13,7 +13,8 @@ from torch import Tensor
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch, Inputs
-from bayesformer.dataset import Data, map_inputs
+from bayesformer.data import Data
+from bayesformer.data.inputs import map_inputs
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture, patternless
 from bayesformer.jacobians.sites import Site, backpropagate

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bayesformer.dataset import Data, DataLike, as_data
+from bayesformer.data import Data, DataLike, as_data
 from bayesformer.laplace import Curvature, absorb, log_evidence
 from bayesformer.laplace.choosing import settled
 from bayesformer.laplace.evidence import check_curvature

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import GaussianOutputs, Inputs
-from bayesformer.dataset import first_tensor, map_inputs
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
 from bayesformer.laws import Kronecker, Law

@@ -31,7 +31,8 @@ from torch import nn
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.storage import write_json
 from bayesformer.core.types import GaussianOutputs, Inputs
-from bayesformer.dataset import Data, first_tensor, map_inputs
+from bayesformer.data import Data
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.datasets import digits
 from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.likelihoods import Categorical, Likelihood

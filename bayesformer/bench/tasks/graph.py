@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bayesformer.bench.tasks.judging import classification_evaluation
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
 from bayesformer.core.types import Inputs
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.datasets import planetoid
 from bayesformer.datasets.graphs import Graph
 from bayesformer.likelihoods import Categorical, Likelihood

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesformer import evaluate
 from bayesformer.bench.tasks.protocol import Evaluation
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.datasets.toy import GaussianMixture
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.settings import summary
 from bayesformer.core.types import Inputs
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.evaluate.process import Gap
 from bayesformer.likelihoods import Likelihood
 from bayesformer.likelihoods.predictive import Predictive

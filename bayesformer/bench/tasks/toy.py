@@ -12,7 +12,7 @@ from bayesformer.bench.tasks.judging import regression_evaluation, rounded
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.seeds import generator
-from bayesformer.dataset import Data
+from bayesformer.data import Data
 from bayesformer.datasets import toy
 from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.likelihoods.predictive import GaussianPredictive

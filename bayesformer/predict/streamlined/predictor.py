@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesformer.core.types import GaussianOutputs, Inputs
-from bayesformer.dataset import check_inputs, first_tensor, map_inputs
+from bayesformer.data.inputs import check_inputs, first_tensor, map_inputs
 from bayesformer.laws import Law
 from bayesformer.network import Layout, select_output, split_inputs
 from bayesformer.predict.linearised import linearised_outputs

@@ -1,0 +1,40 @@
+"""Data with every batch changed by a function, for example given the decoder inputs that a model makes of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bayesformer.core.types import Batch
+from bayesformer.data.batches import Batches
+
+
+class Mapped(Batches):
+    """The batches of other data, each passed through `change` when it is read."""
+
+    def __init__(self, data: Batches, change: Callable[[Batch], Batch]) -> None:
+        self.data, self.change = data, change
+        self.name, self.num_data, self.resumable = data.name, data.num_data, data.resumable
+        self.batch_size = data.batch_size
+
+    def epoch(self, batch_size: int, **options: Any) -> Iterator[Batch]:
+        """The training batches of one epoch, changed."""
+        return map(self.change, self.data.epoch(batch_size, **options))
+
+    def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
+        """Every example once, changed."""
+        return map(self.change, self.data.in_order(batch_size, device))
+
+    def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
+        """As many as the other data have."""
+        return self.data.steps(batch_size, join_single=join_single)
+
+    def fingerprint(self) -> str:
+        """That of the other data: the change belongs to the model."""
+        return self.data.fingerprint()
+
+    def first(self, count: int) -> Batch:
+        """A few examples, changed."""
+        return self.change(self.data.first(count))
