@@ -8,12 +8,12 @@ A model, a likelihood and a method give a posterior; a posterior and an input gi
 and a target give a score (`bayesformer.evaluate`).
 """
 
-from bayesformer import attention
+from bayesformer import attention, likelihoods
 from bayesformer.dataset import Data
 from bayesformer.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.fitting import fit
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
-from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian, NextToken, Poisson
 from bayesformer.memory import keep_freed
 from bayesformer.methods import (
     Attention,
@@ -39,7 +39,7 @@ from bayesformer.methods.laplace import laplace
 from bayesformer.methods.laplace_online import laplace_update
 from bayesformer.network import log_joint
 from bayesformer.posterior import Posterior
-from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
+from bayesformer.predictive import CategoricalPredictive, GaussianPredictive, PoissonPredictive
 from bayesformer.priors import Prior
 from bayesformer.train import Training
 from bayesformer.version import __version__
@@ -66,7 +66,10 @@ __all__ = [
     "Map",
     "MeanField",
     "Mle",
+    "NextToken",
     "OracleBeatenError",
+    "Poisson",
+    "PoissonPredictive",
     "Posterior",
     "Prior",
     "Psgld",
@@ -85,6 +88,7 @@ __all__ = [
     "kl_divergence",
     "laplace",
     "laplace_update",
+    "likelihoods",
     "log_joint",
     "revert",
 ]

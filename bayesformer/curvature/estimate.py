@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bayesformer.curvature import columns, dense, diagonal, kron, last_layer, low_rank
 from bayesformer.curvature.capture import Capture
-from bayesformer.curvature.passes import Piece, Sweep, per_token
+from bayesformer.curvature.passes import Piece, Sweep
 from bayesformer.dataset import Data, DataLike, as_data, map_inputs
 from bayesformer.errors import unknown_name
 from bayesformer.gaussians import Structure
@@ -104,7 +104,7 @@ def estimate(
     outputs, sites = capture.probe(first)
     _check_targets(likelihood, outputs, data)
     if kind is None:
-        kind = "mc" if per_token(likelihood, outputs) else "ggn"
+        kind = "mc" if likelihood.per_token(outputs) else "ggn"
     if batch_size is None:
         most = 64 if device_of(model).type == "cpu" else 256
         batch_size = max(1, min(most, OUTPUTS // outputs[0].numel()))
@@ -170,7 +170,7 @@ def _check(structure: str, kind: str | None, samples: int, batch_size: int | Non
 
 
 def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Data) -> None:
-    """The shapes on the first examples: a wrong one is an error now, not after an hour."""
-    few = data.take(slice(0, len(outputs)))
-    mask = None if few.mask is None else few.mask.to(outputs.device)
-    likelihood.check(outputs.detach(), few.targets.to(outputs.device), mask)
+    """All targets against outputs of the first example: a wrong one is an error now, not after an hour."""
+    mask = None if data.mask is None else data.mask.to(outputs.device)
+    full = outputs.detach()[:1].expand(len(data), *outputs.shape[1:])
+    likelihood.check(full, data.targets.to(outputs.device), mask)

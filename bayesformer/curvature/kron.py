@@ -29,7 +29,7 @@ from torch import Tensor
 from bayesformer.curvature.diagonal import squares
 from bayesformer.curvature.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
 from bayesformer.curvature.families import Family, families
-from bayesformer.curvature.passes import Look, Piece, Sweep, per_token
+from bayesformer.curvature.passes import Look, Piece, Sweep
 from bayesformer.curvature.structures import DenseCurvature, DiagonalCurvature, KroneckerCurvature
 from bayesformer.gaussians import Structure
 
@@ -46,7 +46,7 @@ def fit(
     members: dict[tuple[str, int], list[Member]] = {}
 
     def add(look: Look) -> None:
-        reduce = not per_token(sweep.likelihood, look.outputs) if approximation is None else approximation == "reduce"
+        reduce = not sweep.likelihood.per_token(look.outputs) if approximation is None else approximation == "reduce"
         own = _units(families(look.sites))
         if not set(own) <= set(members):
             trial = look.trial()
