@@ -8,15 +8,15 @@ A model, a likelihood and a method give a posterior; a posterior and an input gi
 and a target give a score (`bayesformer.evaluate`).
 """
 
-from bayesformer import attention
+from bayesformer import attention, likelihoods
 from bayesformer.core.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
-from bayesformer.data import Data
+from bayesformer.data import Data, Stream
 from bayesformer.fitting import fit
 from bayesformer.laplace.method import laplace
 from bayesformer.laplace.update import laplace_update
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
-from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
+from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian, NextToken, Poisson
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, PoissonPredictive
 from bayesformer.methods import (
     Attention,
     Baoab,
@@ -63,7 +63,10 @@ __all__ = [
     "Map",
     "MeanField",
     "Mle",
+    "NextToken",
     "OracleBeatenError",
+    "Poisson",
+    "PoissonPredictive",
     "Posterior",
     "Prior",
     "Psgld",
@@ -82,6 +85,7 @@ __all__ = [
     "kl_divergence",
     "laplace",
     "laplace_update",
+    "likelihoods",
     "log_joint",
     "revert",
 ]

@@ -19,8 +19,8 @@ from bayesformer.core.types import Draws, Inputs, Outputs, Params
 from bayesformer.data import as_inputs
 from bayesformer.data.inputs import inputs_to, leaves
 from bayesformer.data.unlabelled import InputBatches
-from bayesformer.layers.preparation import Preparation
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
+from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood, links
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import Predictive

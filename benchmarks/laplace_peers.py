@@ -135,12 +135,12 @@ def _laplace_fit(
     import laplace
     import laplace.curvature
 
-    scale = getattr(problem.likelihood, "scale", None)
-    options: dict[str, Any] = {"sigma_noise": scale} if isinstance(problem.likelihood, Gaussian) else {}
+    regression = problem.likelihood.name == Gaussian.name
+    options: dict[str, Any] = {"sigma_noise": problem.likelihood.noise_scale} if regression else {}
     options |= {"backend_kwargs": {"stochastic": True}} if stochastic else {}
     found = laplace.Laplace(
         model,
-        "classification" if isinstance(problem.likelihood, Categorical) else "regression",
+        "classification" if problem.likelihood.name == Categorical.name else "regression",
         subset_of_weights=subset,
         hessian_structure=structure,
         backend=getattr(laplace.curvature, backend),

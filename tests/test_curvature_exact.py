@@ -277,7 +277,7 @@ def test_columns_of_a_class_that_is_certain():
 
 
 def test_a_likelihood_of_ones_own_uses_its_hessian():
-    class Other:
+    class Other(Likelihood):
         def hessian(self, outputs):
             root = outputs.unsqueeze(-1) * torch.tensor([[1.0, 2.0, 3.0], [0.5, -1.0, 0.0]], dtype=torch.float64).mT
             return root @ root.mT
@@ -285,8 +285,8 @@ def test_a_likelihood_of_ones_own_uses_its_hessian():
     outputs = torch.randn(2, 3, dtype=torch.float64)
     found = torch.stack(list(columns.exact(Other(), outputs, None)), -1)
     torch.testing.assert_close(found @ found.mT, Other().hessian(outputs), atol=1e-12, rtol=1e-10)
-    with pytest.raises(ValueError, match="must be Categorical, Gaussian or Bernoulli for kind='mc'.*got Other"):
-        columns.draw(Other(), outputs, torch.Generator())
+    with pytest.raises(ValueError, match="Other must define sample.*which kind='mc'"):
+        list(columns.sampled(Other(), outputs, None, 1, 0))
 
 
 @pytest.mark.parametrize("name", ["mlp", "bernoulli", "vit", "regressor"])
@@ -309,11 +309,11 @@ def test_sampled_fisher_has_the_gauss_newton_matrix_as_its_mean(name):
 def test_a_draw_follows_the_predictive():
     source = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.3, -0.5, 1.0]).expand(20_000, 3)
-    labels = torch.nn.functional.one_hot(columns.draw(Categorical(), logits, source), 3)
+    labels = torch.nn.functional.one_hot(Categorical().sample(logits, source), 3)
     assert_mean(labels, logits[0].softmax(-1))
-    assert_mean(columns.draw(Bernoulli(), logits, source), torch.sigmoid(logits[0]))
+    assert_mean(Bernoulli().sample(logits, source), torch.sigmoid(logits[0]))
     outputs = torch.tensor([0.3, -0.5]).expand(20_000, 2)
-    values = columns.draw(Gaussian(), outputs, source)
+    values = Gaussian().sample(outputs, source)
     mean, scale = Gaussian().split(outputs[:1])
     assert_mean(values, mean[0])
     assert_mean((values - mean).square(), scale[0].square())

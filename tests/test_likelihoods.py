@@ -12,6 +12,8 @@ from bayesformer.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
+    NextToken,
+    Poisson,
     as_likelihood,
     from_json,
     to_json,
@@ -20,15 +22,15 @@ from tests.laws import assert_mean
 
 
 def outputs_and_targets(likelihood, shape):
-    if isinstance(likelihood, Categorical):
+    if likelihood.name == "categorical":
         return torch.randn(*shape, 5, dtype=torch.float64), torch.randint(5, shape)
-    if isinstance(likelihood, Gaussian):
+    if likelihood.name == "gaussian":
         width = 3 if likelihood.scale else 6
         return torch.randn(*shape, width, dtype=torch.float64), torch.randn(*shape, 3, dtype=torch.float64)
     return torch.randn(*shape, dtype=torch.float64), torch.randint(2, shape)
 
 
-ALL = [Categorical(), Gaussian(), Gaussian(scale=0.7), Bernoulli()]
+ALL = [Categorical(), Gaussian(), Gaussian(scale=0.7), Bernoulli(), Poisson()]
 
 
 def test_categorical_equals_torch():
@@ -86,7 +88,7 @@ def test_ignored_labels_are_padding():
 @pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(scale=0.7), Bernoulli()], ids=repr)
 def test_hessian_equals_autograd(likelihood):
     f, y = outputs_and_targets(likelihood, (3,))
-    if isinstance(likelihood, Bernoulli):
+    if likelihood.name == "bernoulli":
         f, y = f[:, None], y[:, None]
     exact = torch.stack(
         [
@@ -146,7 +148,9 @@ def test_bernoulli_predictive_has_two_classes():
     torch.testing.assert_close(predictive.probs.sum(-1), torch.ones(4))
 
 
-@pytest.mark.parametrize("likelihood", [*ALL, Categorical(ignore_index=-1)], ids=repr)
+@pytest.mark.parametrize(
+    "likelihood", [*ALL, Categorical(ignore_index=-1), Categorical(aligned=True), NextToken(7)], ids=repr
+)
 def test_json_round_trip(likelihood):
     assert from_json(to_json(likelihood)) == likelihood
 
@@ -157,6 +161,8 @@ def test_json_round_trip(likelihood):
         (Categorical(), torch.zeros(2, 3), torch.tensor([0, 3]), r"targets must lie in 0\.\.2 .* got 3"),
         (Categorical(), torch.zeros(2, 3), torch.tensor([0, -1]), r"got -1"),
         (Categorical(), torch.zeros(2, 3), torch.zeros(2), "must be integers; got torch.float32"),
+        (Categorical(), torch.zeros(2, 3), torch.ones(2, dtype=torch.bool), "got torch.bool, which looks like a mask"),
+        (Categorical(), torch.zeros(2, 3), torch.full((2,), -100), "at least one label must count; all 2 equal"),
         (
             Categorical(),
             torch.zeros(2, 3),
@@ -177,6 +183,13 @@ def test_json_round_trip(likelihood):
             "finite where they count; got 1 NaN",
         ),
         (Bernoulli(), torch.zeros(2), torch.tensor([0, 2]), "must be 0 or 1; got 2"),
+        (Poisson(), torch.zeros(2), torch.tensor([0, -2]), "must be counts 0, 1, 2, ...; got -2"),
+        (Poisson(), torch.zeros(2), torch.tensor([0.5, 1]), "must be counts 0, 1, 2, ...; got 0.5"),
+        (Poisson(), torch.zeros(2), torch.tensor([math.nan, 1]), "got nan"),
+        (NextToken(), torch.zeros(2, 3), torch.tensor([0, 1]), r"outputs .* must be \(B, T, V\); got \(2, 3\)"),
+        (NextToken(), torch.zeros(2, 4, 3), torch.tensor([[1, 2], [0, 1]]), r"must have shape \(2, 4\)"),
+        (NextToken(), torch.zeros(1, 2, 3), torch.tensor([[1, 3]]), r"must lie in 0\.\.2 .* got 3"),
+        (NextToken(), torch.zeros(1, 2, 3), torch.tensor([[1, -100]]), "at least one label must count"),
         (Bernoulli(), torch.zeros(2, 2), torch.tensor([0, 1]), r"must have shape \(2, 2\)"),
     ],
 )
@@ -192,3 +205,49 @@ def test_unknown_names_and_values():
         Gaussian(scale=-1)
     with pytest.raises(ValueError, match="floor must be positive; got 0"):
         Gaussian(floor=0)
+    with pytest.raises(ValueError, match=r"aligned must be True or None; got False.*use NextToken"):
+        Categorical(aligned=False)
+    with pytest.raises(ValueError, match=r"derives from .*Likelihood; got <class.*Did you mean Categorical\(\)"):
+        as_likelihood(Categorical)
+
+
+def test_masks_over_examples_and_masks_that_do_not_fit():
+    f, y = outputs_and_targets(Categorical(), (3, 4))
+    mask = torch.tensor([True, False, True])
+    expected = Categorical().log_prob(f, y) * mask
+    torch.testing.assert_close(Categorical().log_prob(f, y, mask), expected)
+    assert Categorical().counted_positions(y, mask).tolist() == [4, 0, 4]
+    with pytest.raises(ValueError, match=r"mask must have shape \(3, 4\) or its leading axes; got \(4,\)"):
+        Categorical().log_prob(f, y, torch.ones(4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("likelihood", ALL, ids=repr)
+def test_no_target_that_counts_is_refused(likelihood):
+    f, y = outputs_and_targets(likelihood, (4, 6))
+    with pytest.raises(ValueError, match="at least one"):
+        likelihood.check(f, y, torch.zeros(4, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("likelihood", ALL, ids=repr)
+def test_counted_positions_are_those_of_the_mask(likelihood):
+    _, y = outputs_and_targets(likelihood, (4, 6))
+    mask = torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]
+    assert likelihood.counted_positions(y).tolist() == [6] * 4
+    assert likelihood.counted_positions(y, mask).tolist() == [6, 4, 1, 3]
+    if likelihood.name == "categorical":
+        assert likelihood.counted_positions(y.masked_fill(~mask, -100)).tolist() == [6, 4, 1, 3]
+
+
+def test_narrow_integer_labels_are_labels():
+    f, y = outputs_and_targets(Categorical(), (4, 6))
+    for dtype in (torch.int32, torch.uint8):
+        torch.testing.assert_close(Categorical().log_prob(f, y.to(dtype)), Categorical().log_prob(f, y))
+
+
+def test_the_noise_is_known_to_those_who_have_it():
+    assert Gaussian(0.5).noise_scale == 0.5
+    assert Gaussian(0.5, floor=1e-2).with_noise_scale(0.7) == Gaussian(0.7, floor=1e-2)
+    for other in (Gaussian(), Categorical(), Bernoulli(), Poisson()):
+        assert other.noise_scale is None
+        with pytest.raises(ValueError, match="must have a known noise scale to change it to 0.7; got"):
+            other.with_noise_scale(0.7)

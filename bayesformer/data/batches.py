@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from bayesformer.types import Batch
+from bayesformer.core.types import Batch
 
 if TYPE_CHECKING:
     from bayesformer.data.in_memory import Data

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesformer.core.types import Batch
 from bayesformer.data.inputs import as_tensors
 from bayesformer.data.labels import label_key
 from bayesformer.data.ragged import Padding, pad_columns
-from bayesformer.types import Batch
 
 
 def collate(items: Sequence[Any], padding: Padding, name: str) -> Any:

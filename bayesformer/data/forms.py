@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
 from bayesformer.data.collating import collate as collate_items
 from bayesformer.data.columns import Columns, ColumnTable, is_table
@@ -22,7 +23,6 @@ from bayesformer.data.ragged import Padding, is_ragged
 from bayesformer.data.streams import Stream, Streamed
 from bayesformer.data.torch_datasets import Items, examples_of, is_indexable, is_loader, loading_of
 from bayesformer.data.unlabelled import InputBatches, ReadInputs, TensorInputs
-from bayesformer.types import Batch
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a batch of a list of examples, as a DataLoader's collate_fn or a transformers data collator."""

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
 from bayesformer.data.inputs import as_tensors, check_inputs, first_tensor, inputs_to, leaves, map_inputs
 from bayesformer.data.order import bounds, epoch_order, num_steps
-from bayesformer.types import Batch, Inputs
 
 
 @dataclass(frozen=True)

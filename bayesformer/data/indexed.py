@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from bayesformer.core.seeds import fold
+from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
 from bayesformer.data.global_random import borrowed, get_states, seed_states
 from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import leaves
 from bayesformer.data.labels import split_labels
 from bayesformer.data.order import bounds, epoch_order, num_steps
-from bayesformer.seeds import fold
-from bayesformer.types import Batch
 
 
 class Source(Protocol):

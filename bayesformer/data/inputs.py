@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesformer.types import Inputs
+from bayesformer.core.types import Inputs
 
 CONSTANTS = (bool, int, float, str, type(None))
 """Types of Python values that a model may take as they are."""

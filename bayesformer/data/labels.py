@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.in_memory import Data, check_targets
 from bayesformer.data.inputs import as_tensors, check_inputs, first_tensor
-from bayesformer.types import Batch, Inputs
 
 LABEL_KEYS = ("labels", "targets", "label", "label_ids")
 """Keys of a dict example that hold its target; the first one present does."""

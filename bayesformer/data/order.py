@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bayesformer.seeds import generator
+from bayesformer.core.seeds import generator
 
 
 def epoch_order(num_data: int, *, seed: int, epoch: int, member: int = 0, replacement: bool = False) -> Tensor:

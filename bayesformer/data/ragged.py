@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesformer.core.types import Batch
 from bayesformer.data.labels import label_key
-from bayesformer.types import Batch
 
 IGNORED = -100
 """The integer label that likelihoods leave out, as torch's cross entropy does."""

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import check_inputs, first_tensor, inputs_to, map_inputs
 from bayesformer.data.labels import drop_labels
 from bayesformer.data.order import bounds
-from bayesformer.types import Inputs
 
 
 class InputBatches(Protocol):

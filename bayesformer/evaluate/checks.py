@@ -13,12 +13,13 @@ from bayesformer.likelihoods.predictive import (
     CategoricalPredictive,
     GaussianPredictive,
     Predictive,
+    check_not_ahead,
     check_targets_shape,
 )
 
 
 def check_answers(predictive: Predictive, targets: Tensor) -> None:
-    """Refuse predictions and targets that do not belong together, for either kind of predictive."""
+    """Refuse predictions and targets that do not belong together, for any kind of predictive."""
     if isinstance(predictive, GaussianPredictive):
         check_values(predictive, targets)
     elif isinstance(predictive, CategoricalPredictive):
@@ -28,19 +29,27 @@ def check_answers(predictive: Predictive, targets: Tensor) -> None:
 
 
 def check_predictive(predictive: Predictive) -> None:
-    """Refuse predictions that hold no question, or NaN, for either kind of predictive."""
+    """Refuse predictions that hold no question, or NaN, for any kind of predictive."""
     if isinstance(predictive, GaussianPredictive):
         check_gaussian(predictive)
     elif isinstance(predictive, CategoricalPredictive):
         check_categorical(predictive)
     else:
-        kind = type(predictive).__name__
-        raise ValueError(f"predictive must be a CategoricalPredictive or a GaussianPredictive; got {kind}.")
+        total = getattr(predictive, "total", None)
+        if not isinstance(total, Tensor):
+            kind = type(predictive).__name__
+            raise ValueError(
+                f"predictive must be one, such as a CategoricalPredictive or a GaussianPredictive; got {kind}."
+            )
+        if not total.numel():
+            raise ValueError(f"predictive must hold at least one question; got shape {tuple(total.shape)}.")
+        check_finite("predictive.total", total)
 
 
 def check_classes(predictive: CategoricalPredictive, targets: Tensor) -> None:
     """Refuse anything but class probabilities (L, B, ..., C) with a class number for every question."""
     check_categorical(predictive)
+    check_not_ahead(predictive)
     check_targets_shape(targets, predictive.shape)
     # Bernoulli targets arrive as floats 0.0 and 1.0, so the rule is about the value, not the dtype.
     if targets.is_floating_point() and not bool((targets == targets.round()).all()):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bayesformer.core.errors import unknown_name
 from bayesformer.evaluate.checks import check_answers, check_classes, check_mask, check_values
-from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive, aligned
 
 F1_AVERAGES = ("macro", "micro", "weighted")
 PAIRS_AT_ONCE = 2**19  # (i, j) of `crps` at once: half of them are held, 2 MB a tensor, to stay in the cache
@@ -24,8 +24,9 @@ def log_likelihood(predictive: Predictive, targets: Tensor, mask: Tensor | None 
     """(B,): log p(y_n | x_n), averaged over draws as a probability, summed over an example's positions.
 
     Positions outside the mask are never looked at: padding may hold any label, or NaN. An example with no
-    counted position has log-likelihood 0.
+    counted position has log-likelihood 0. Predictions of next tokens take the labels as they were given for training.
     """
+    predictive, targets, mask = aligned(predictive, targets, mask)
     if mask is None:
         check_answers(predictive, targets)
         log_prob = predictive.log_prob(targets)

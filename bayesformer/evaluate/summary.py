@@ -10,7 +10,7 @@ from bayesformer.evaluate.calibration import ece, ece_adaptive, ece_classwise, i
 from bayesformer.evaluate.checks import check_predictive
 from bayesformer.evaluate.scores import F1_AVERAGES, accuracy, brier, crps, f1, log_likelihood, rmse
 from bayesformer.evaluate.selective import aurc, pavpu
-from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive, aligned
 
 P = TypeVar("P", bound=Predictive)
 
@@ -18,7 +18,11 @@ P = TypeVar("P", bound=Predictive)
 def classification(
     predictive: CategoricalPredictive, targets: Tensor, mask: Tensor | None = None, bins: int = 15
 ) -> dict[str, float]:
-    """All scores of class probabilities; AURC ranks by total entropy and counts errors."""
+    """All scores of class probabilities; AURC ranks by total entropy and counts errors.
+
+    Predictions of next tokens take the labels as they were given for training.
+    """
+    predictive, targets, mask = aligned(predictive, targets, mask)
     scores = {"log_likelihood": mean_log_likelihood(predictive, targets, mask)}
     counted, answers = _counted(predictive, targets, mask)
     scores["accuracy"] = accuracy(counted, answers)
@@ -51,6 +55,7 @@ def regression(predictive: GaussianPredictive, targets: Tensor, mask: Tensor | N
 
 def mean_log_likelihood(predictive: Predictive, targets: Tensor, mask: Tensor | None = None) -> float:
     """Mean over the examples with a counted position; the others are no examples, not examples of 0 nats."""
+    predictive, targets, mask = aligned(predictive, targets, mask)
     values = log_likelihood(predictive, targets, mask)
     if mask is not None:
         values = values[mask.reshape(len(mask), -1).any(-1)]

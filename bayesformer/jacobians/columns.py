@@ -8,13 +8,13 @@ Columns are 0 where no target counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from bayesformer.core.seeds import generator
-from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from bayesformer.likelihoods import Likelihood
 
 KINDS = ("ggn", "mc", "fisher")
 
@@ -22,23 +22,19 @@ KINDS = ("ggn", "mc", "fisher")
 def count(kind: str, likelihood: Likelihood, outputs: Tensor, samples: int = 1) -> int:
     """How many columns there are."""
     if kind == "ggn":
-        width = outputs.shape[-1] if _has_values(likelihood, outputs) else 1
-        positions = outputs[0].numel() // width
-        return positions * max(width - isinstance(likelihood, Categorical), 1)
+        return likelihood.positions(outputs).shape[1] * max(likelihood.rank(outputs), 1)
     return samples if kind == "mc" else 1
 
 
 def exact(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
-    """Columns of S, one position at a time: T · K of them for outputs (B, T, K), K for (B, K).
+    """Columns of S, one position at a time: T · R of them for outputs (B, T, K), with R columns of a position's root.
 
-    For classes one fewer: diag(p) - p pᵀ has rank K - 1, and with v = √p a Householder reflection H that takes v
-    to the last axis gives S = diag(v) H without its last column.
+    `mask` says which positions of the outputs count.
     """
     outputs = outputs.detach()
-    shaped = outputs if _has_values(likelihood, outputs) else outputs.unsqueeze(-1)
-    flat = shaped.reshape(len(shaped), -1, shaped.shape[-1])  # (B, T, K)
+    flat = likelihood.positions(outputs)  # (B, T, K)
     kept = None if mask is None else mask.reshape(len(mask), -1)
-    root = _root(likelihood, outputs, flat)
+    root = likelihood.position_roots(outputs)
     for t in range(flat.shape[1]):
         if kept is not None and not bool(kept[:, t].any()):
             continue
@@ -46,63 +42,6 @@ def exact(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None) -> Itera
             whole = torch.zeros_like(flat)
             whole[:, t] = column if kept is None else column * kept[:, t, None]
             yield whole.view(outputs.shape)
-
-
-def _root(likelihood: Likelihood, outputs: Tensor, flat: Tensor) -> Callable[[int], Iterator[Tensor]]:
-    """For each position, the columns (B, K) of S. Nothing here is K by K for the likelihoods known."""
-    if isinstance(likelihood, Categorical):
-        return lambda t: _softmax_root(flat[:, t])
-    if isinstance(likelihood, Gaussian | Bernoulli):
-        scale = _diagonal(likelihood, outputs).reshape(flat.shape).sqrt()
-        return lambda t: _diagonal_root(scale[:, t])
-    matrix = likelihood.hessian(outputs).reshape(*flat.shape, flat.shape[-1])
-    return lambda t: _general_root(matrix[:, t])
-
-
-def _softmax_root(logits: Tensor) -> Iterator[Tensor]:
-    v = logits.softmax(-1).sqrt()
-    last = v.shape[-1] - 1
-    mirror = v.clone()
-    mirror[:, last] += 1  # v + e: never small, since v >= 0
-    for k in range(last):
-        column = -mirror * (v[:, k] / (1 + v[:, last])).unsqueeze(-1)
-        column[:, k] += 1
-        yield v * column
-
-
-def _diagonal_root(scale: Tensor) -> Iterator[Tensor]:
-    for k in range(scale.shape[-1]):
-        column = torch.zeros_like(scale)
-        column[:, k] = scale[:, k]
-        yield column
-
-
-def _general_root(matrix: Tensor) -> Iterator[Tensor]:
-    values, vectors = torch.linalg.eigh(matrix)
-    yield from (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)).unbind(-1)
-
-
-def _diagonal(likelihood: Gaussian | Bernoulli, outputs: Tensor) -> Tensor:
-    """The diagonal of Λ, which is all of it for these."""
-    if isinstance(likelihood, Bernoulli):
-        probs = torch.sigmoid(outputs)
-        return probs * (1 - probs)
-    _, scale = likelihood.split(outputs)
-    precision = scale.square().reciprocal()
-    if likelihood.scale is not None:
-        return precision
-    slope = torch.sigmoid(outputs.chunk(2, -1)[1])
-    return torch.cat([precision, 2 * slope.square() * precision], -1)
-
-
-def diagonal(likelihood: Likelihood, outputs: Tensor) -> Tensor:
-    """(B, ..., K): the diagonal of Λ, without Λ where the likelihood is known."""
-    if isinstance(likelihood, Categorical):
-        probs = outputs.softmax(-1)
-        return probs * (1 - probs)
-    if isinstance(likelihood, Gaussian | Bernoulli):
-        return _diagonal(likelihood, outputs)
-    return likelihood.hessian(outputs).diagonal(dim1=-2, dim2=-1)
 
 
 def score(likelihood: Likelihood, outputs: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -115,39 +54,15 @@ def score(likelihood: Likelihood, outputs: Tensor, targets: Tensor, mask: Tensor
 
 
 def sampled(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, samples: int, seed: int) -> Iterator[Tensor]:
-    """Scores at targets drawn from the model, over √samples.
+    """Scores at targets drawn from the model, over √samples; `mask` says which targets count.
 
     One column serves all positions of an example: scores of separate draws are uncorrelated, so their cross terms
     are 0 on average.
     """
     source = generator(seed, "fisher")
     for _ in range(samples):
-        targets = draw(likelihood, outputs.detach(), source)
+        targets = likelihood.sample(outputs.detach(), source)
         yield score(likelihood, outputs, targets, mask)[0] / samples**0.5
-
-
-def draw(likelihood: Likelihood, outputs: Tensor, source: torch.Generator) -> Tensor:
-    """Targets from the model's own predictive; drawn on the CPU, so the same on every device."""
-    if isinstance(likelihood, Categorical):
-        probs = outputs.softmax(-1)
-        return (
-            torch.multinomial(probs.flatten(0, -2).cpu(), 1, generator=source).to(outputs.device).view(probs.shape[:-1])
-        )
-    if isinstance(likelihood, Bernoulli):
-        return torch.bernoulli(torch.sigmoid(outputs).cpu(), generator=source).to(outputs.device)
-    if isinstance(likelihood, Gaussian):
-        mean, scale = likelihood.split(outputs)
-        noise = torch.randn(mean.shape, generator=source, dtype=mean.dtype)
-        return mean + scale * noise.to(mean.device)
-    raise ValueError(
-        f"likelihood must be Categorical, Gaussian or Bernoulli for kind='mc', which draws targets; "
-        f"got {type(likelihood).__name__}. Use kind='ggn' or 'fisher'."
-    )
-
-
-def _has_values(likelihood: Likelihood, outputs: Tensor) -> bool:
-    """Whether the last axis holds the K outputs of one position; for Bernoulli every logit is a position."""
-    return not isinstance(likelihood, Bernoulli) and outputs.dim() > 1
 
 
 def one_hot(outputs: Tensor, start: int, stop: int) -> Tensor:

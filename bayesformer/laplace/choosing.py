@@ -18,7 +18,7 @@ from bayesformer.laplace.evidence import check_curvature
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature
 from bayesformer.laws import Block
 from bayesformer.laws.gaussian_law import KINDS, to_tensors
-from bayesformer.likelihoods import Gaussian, Likelihood
+from bayesformer.likelihoods import Likelihood
 from bayesformer.likelihoods.predictive import Predictive
 from bayesformer.network import Layout
 from bayesformer.posterior import Posterior
@@ -86,9 +86,8 @@ def quadratic(
 ) -> Quadratic:
     """The log joint around the mode, with a prior of mean 0."""
     check_curvature(found.structures, [", ".join(names) for names in found.names])
-    noise = None
-    if isinstance(likelihood, Gaussian) and likelihood.scale is not None:
-        noise = Noise(likelihood.scale, observed(data))
+    scale = likelihood.noise_scale
+    noise = None if scale is None else Noise(scale, observed(data))
     deviations = tuple(mode[place].double() for place in found.places)
     groups = groups_of(found, layout, per)
     return Quadratic(found.structures, deviations, found.log_likelihood, groups, temperature, noise)
@@ -153,10 +152,13 @@ def _by_validation(
         sigmas = [at.noise.scale * s for s in torch.logspace(math.log10(low), math.log10(high), count).tolist()]
 
     def score(candidate: Tuned) -> float:
-        predictive = posterior(candidate).predict(validation.inputs)
+        found = posterior(candidate)
+        predictive = found.predict(validation.inputs)
         if _has_nan(predictive):  # so wide that moments overflow on their way through the network
             return math.nan
-        return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
+        return evaluate.mean_log_likelihood(
+            predictive, validation.targets, found.likelihood.counted(validation.targets, validation.mask)
+        )
 
     best = best_of([Tuned(p, s) for p, s in product(precisions, sigmas)], score)
     return best.value._replace(validation=best.score)

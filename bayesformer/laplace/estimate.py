@@ -26,7 +26,7 @@ from bayesformer.laplace import diagonal_curvature as diagonal
 from bayesformer.laplace import kronecker_curvature as kron
 from bayesformer.laplace import last_layer
 from bayesformer.laplace import low_rank_curvature as low_rank
-from bayesformer.laplace.passes import Piece, Sweep, per_token
+from bayesformer.laplace.passes import Piece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.network import device_of, trainable
@@ -110,7 +110,7 @@ def estimate(
     outputs, sites = capture.probe(first)
     _check_targets(likelihood, outputs, data)
     if kind is None:
-        kind = "mc" if per_token(likelihood, outputs) else "ggn"
+        kind = "mc" if likelihood.per_token(outputs) else "ggn"
     if batch_size is None:
         most = 64 if device_of(model).type == "cpu" else 256
         batch_size = max(1, min(most, OUTPUTS // outputs[0].numel()))
@@ -176,7 +176,7 @@ def _check(structure: str, kind: str | None, samples: int, batch_size: int | Non
 
 
 def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Data) -> None:
-    """The shapes on the first examples: a wrong one is an error now, not after an hour."""
-    few = data.take(slice(0, len(outputs)))
-    mask = None if few.mask is None else few.mask.to(outputs.device)
-    likelihood.check(outputs.detach(), few.targets.to(outputs.device), mask)
+    """All targets against outputs of the first example: a wrong one is an error now, not after an hour."""
+    mask = None if data.mask is None else data.mask.to(outputs.device)
+    full = outputs.detach()[:1].expand(len(data), *outputs.shape[1:])
+    likelihood.check(full, data.targets.to(outputs.device), mask)

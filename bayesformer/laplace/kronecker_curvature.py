@@ -29,7 +29,7 @@ from torch import Tensor
 from bayesformer.jacobians.site_groups import Family, families
 from bayesformer.laplace.diagonal_curvature import squares
 from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
-from bayesformer.laplace.passes import Look, Piece, Sweep, per_token
+from bayesformer.laplace.passes import Look, Piece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature, KroneckerCurvature
 
 SMALL, LARGE = 1024, 4096
@@ -45,7 +45,7 @@ def fit(
     members: dict[tuple[str, int], list[Member]] = {}
 
     def add(look: Look) -> None:
-        reduce = not per_token(sweep.likelihood, look.outputs) if approximation is None else approximation == "reduce"
+        reduce = not sweep.likelihood.per_token(look.outputs) if approximation is None else approximation == "reduce"
         own = _units(families(look.sites))
         if not set(own) <= set(members):
             trial = look.trial()

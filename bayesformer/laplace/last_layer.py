@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import Inputs
-from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
 from bayesformer.jacobians.sites import ElementSite, LinearSite, Site
 from bayesformer.laplace.passes import Look, Piece, Sweep
@@ -63,7 +62,7 @@ def _diagonal(sweep: Sweep) -> list[Piece]:
 
     def add(look: Look) -> None:
         weight, bias, features = _parts(look)
-        curvature, kept = columns.diagonal(sweep.likelihood, look.outputs.detach()), _kept(sweep, look)
+        curvature, kept = sweep.likelihood.hessian_diagonal(look.outputs.detach()), _kept(sweep, look)
         if kept is not None:
             curvature = curvature * kept
         totals[weight] += (curvature.mT @ features.square()).flatten()
@@ -83,7 +82,7 @@ def _information(sweep: Sweep, look: Look) -> Tensor:
 
 def _kept(sweep: Sweep, look: Look) -> Tensor | None:
     """(B, 1), or (B, K) where outputs are masked one by one."""
-    counted = sweep.likelihood.counted(look.batch.targets, look.batch.mask)
+    _, counted = sweep.likelihood.align(look.batch.targets, look.batch.mask)
     return None if counted is None else counted.reshape(len(counted), -1)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.progress import Reporter, bars
-from bayesformer.core.types import GaussianOutputs
 from bayesformer.data import Data, DataLike, as_data
 from bayesformer.data.inputs import map_inputs
 from bayesformer.laplace import last_layer
@@ -130,13 +129,13 @@ class Laplace:
         if validation is None and "validation" in {self.prior_precision, self.noise}:
             which = "prior_precision" if self.prior_precision == "validation" else "noise"
             raise ValueError(f"laplace.{which}='validation' needs validation data; got none.")
-        if self.noise != "given" and getattr(likelihood, "scale", None) is None:
+        if self.noise != "given" and likelihood.noise_scale is None:
             raise ValueError(
                 "laplace.noise must be 'given' unless the likelihood is Gaussian with a known scale; got "
                 f"{self.noise!r} with {likelihood}."
             )
         if self.predictive != "sampled":
-            likelihood.predictive(GaussianOutputs(torch.zeros(1, 2), torch.zeros(1, 2)), self.link, 1)
+            links.check_link(self.link, likelihood.links)
 
     def around(
         self,
@@ -154,7 +153,7 @@ class Laplace:
         at = quadratic(found, mode, likelihood, data, self.per, self.temperature, Layout.of(model))
 
         def posterior(tuned: Tuned) -> Posterior:
-            known = likelihood if tuned.sigma is None else replace(likelihood, scale=tuned.sigma)  # type: ignore[type-var]
+            known = likelihood if tuned.sigma is None else likelihood.with_noise_scale(tuned.sigma)
             law = GaussianLaw(mode, found.places, tuple(tuned.blocks(at, mode)))
             ways: dict[str, Any] = {"predictive": self.predictive, "link": self.link}
             return Posterior(model, known, law, default_draws=self.draws, **ways)

@@ -19,7 +19,7 @@ from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture, patternless
 from bayesformer.jacobians.sites import Site, backpropagate
 from bayesformer.laplace.structures import CurvatureBlock
-from bayesformer.likelihoods import Bernoulli, Likelihood
+from bayesformer.likelihoods import Likelihood
 from bayesformer.network import Layout, device_of
 
 COLUMNS = 9  # at a time: many small steps cost more than what they compute, large ones leave the cache
@@ -118,28 +118,25 @@ class Sweep:
         mask = None if batch.mask is None else batch.mask.to(device)
         batch = Batch(map_inputs(batch.inputs, lambda x: x.to(device)), batch.targets.to(device), mask)
         outputs, sites = self.capture(batch.inputs)
-        counted = self.likelihood.counted(batch.targets, batch.mask)
+        _, answered = self.likelihood.align(batch.targets, batch.mask)
         valid = _padding(batch.inputs)
-        if valid is None and per_token(self.likelihood, outputs) and counted is not None and counted.dim() == 2:
-            valid = counted
+        if valid is None and self.likelihood.per_token(outputs) and answered is not None and answered.dim() == 2:
+            valid = answered
         only = self.capture.columns == 1
         if self.kind == "fisher":
             column, log_prob = columns.score(self.likelihood, outputs, batch.targets, batch.mask)
             return Look(batch, outputs, sites, valid, iter([column]), log_prob, only)
         log_prob = self.likelihood.log_prob(outputs.detach(), batch.targets, batch.mask)
-        return Look(batch, outputs, sites, valid, self._columns(outputs, counted, number), log_prob, only)
+        found = self._columns(outputs, batch, answered, number)
+        return Look(batch, outputs, sites, valid, found, log_prob, only)
 
-    def _columns(self, outputs: Tensor, counted: Tensor | None, number: int) -> Iterator[Tensor]:
+    def _columns(self, outputs: Tensor, batch: Batch, answered: Tensor | None, number: int) -> Iterator[Tensor]:
         if self.kind == "ggn":
-            return columns.exact(self.likelihood, outputs, counted)
+            return columns.exact(self.likelihood, outputs, answered)
         # Draws at ignored targets must not count: the mask says so, as ignore_index cannot.
+        counted = self.likelihood.counted(batch.targets, batch.mask)
         seed = fold(self.seed, "curvature", number)
         return columns.sampled(self.likelihood, outputs, counted, self.samples, seed)
-
-
-def per_token(likelihood: Likelihood, outputs: Tensor) -> bool:
-    """Whether an example has outputs, and a loss, at many positions."""
-    return outputs.dim() > 2 and not isinstance(likelihood, Bernoulli)
 
 
 def _padding(inputs: Inputs) -> Tensor | None:

@@ -16,9 +16,9 @@ from bayesformer.laplace.method import Laplace
 from bayesformer.laws import Block, GaussianLaw
 from bayesformer.network import FlatModel, Layout, trainable
 from bayesformer.posterior import Posterior
-from bayesformer.train.training import Training
 from bayesformer.train.members import run, task_of
 from bayesformer.train.problem import Problem, check_problem
+from bayesformer.train.training import Training
 
 
 def laplace_update(

@@ -67,9 +67,12 @@ class CategoricalPredictive:
 
     Total uncertainty is the entropy of the averaged probabilities, aleatoric the average entropy, epistemic
     their difference: the mutual information between the label and the draw.
+
+    For next tokens `ahead` is 1: row t is about the label at position t + 1. `aligned` brings labels and rows together.
     """
 
     log_probs: Tensor  # (L, B, ..., C), each row normalised
+    ahead: int = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -108,6 +111,7 @@ class CategoricalPredictive:
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(B, ...): log averaged probability of the given classes."""
+        check_not_ahead(self)
         check_targets_shape(targets, self.shape)
         classes = self.log_probs.shape[-1]
         if targets.numel() and not (int(targets.min()) >= 0 and int(targets.max()) < classes):
@@ -195,6 +199,79 @@ class GaussianPredictive:
         """The M questions where `mask` is True, as (L, M, D)."""
         spreads = None if self.spreads is None else self.spreads[:, mask]
         return GaussianPredictive(self.means[:, mask], self.variances[:, mask], spreads)
+
+
+@dataclass(frozen=True)
+class PoissonPredictive:
+    """A mixture of L Poisson distributions for every question, one count each.
+
+    By the law of total variance, with rate λ: total = E[λ] + Var[λ], aleatoric = E[λ], epistemic = Var[λ].
+    """
+
+    log_rates: Tensor  # (L, B, ...)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the questions."""
+        return self.log_rates.shape[1:]
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """(B, ...): mean of the mixture."""
+        return self.log_rates.exp().mean(0)
+
+    @cached_property
+    def variance(self) -> Tensor:
+        """(B, ...): variance of the mixture, which is the total uncertainty."""
+        return self.aleatoric + self.epistemic
+
+    @property
+    def total(self) -> Tensor:
+        """(B, ...): total variance of the count."""
+        return self.variance
+
+    @property
+    def aleatoric(self) -> Tensor:
+        """(B, ...): average variance of the count given the rate, which is the average rate."""
+        return self.mean
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """(B, ...): variance of the rate between draws."""
+        return self.log_rates.exp().var(0, correction=0)
+
+    def log_prob(self, targets: Tensor) -> Tensor:
+        """(B, ...): log averaged probability of each count."""
+        check_targets_shape(targets, self.shape)
+        counts = targets.to(self.log_rates.dtype)
+        return log_mean_exp(counts * self.log_rates - self.log_rates.exp() - torch.lgamma(counts + 1))
+
+    def select(self, mask: Tensor) -> PoissonPredictive:
+        """The M questions where `mask` is True, as (L, M)."""
+        return PoissonPredictive(self.log_rates[:, mask])
+
+
+def aligned(predictive: P, targets: Tensor, mask: Tensor | None = None) -> tuple[P, Tensor, Tensor | None]:
+    """Predictions, targets and mask such that prediction i is about target i.
+
+    They are that already, unless the predictive is about later positions: then the last predictions and the first
+    targets, which have no partner, are left out, and (B, T) becomes (B, T - ahead).
+    """
+    if not isinstance(predictive, CategoricalPredictive) or not predictive.ahead:
+        return predictive, targets, mask
+    check_targets_shape(targets, predictive.shape)
+    ahead, last = predictive.ahead, targets.shape[1] - predictive.ahead
+    rows = CategoricalPredictive(predictive.log_probs[:, :, :last])
+    return rows, targets[:, ahead:], None if mask is None else mask[:, ahead:]  # type: ignore[return-value]
+
+
+def check_not_ahead(predictive: CategoricalPredictive) -> None:
+    """Refuse to compare predictions of next tokens with the tokens at the same positions."""
+    if predictive.ahead:
+        raise ValueError(
+            f"predictive answers about targets {predictive.ahead} position later and cannot be compared with targets "
+            "position by position; use predictive, targets = likelihood.pairs(predictive, targets, mask) first."
+        )
 
 
 def bisect(cdf: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, level: float, steps: int = 60) -> Tensor:

@@ -15,9 +15,9 @@ from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dense, vi_diag
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
+from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.problem import Problem, check_ranges
 from bayesformer.train.prototype import Prototype
-from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.recipe import earlier_law, fit_gaussian
 from bayesformer.train.training import Training
 
@@ -139,7 +139,7 @@ class Ivon:
 
     def build(
         self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False
-    ) -> Transform:  # noqa: ARG002
+    ) -> Transform:
         """IVON with a cosine down to 0."""
         ess, decay = self.settings(num_data, earlier)
 
@@ -260,7 +260,7 @@ class Ekf:
 
     def build(
         self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor
-    ) -> Transform:  # noqa: ARG002
+    ) -> Transform:
         """The filter, diagonal or dense."""
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
         lr = None if self.temperature == 1 else training.batch_size / self.temperature

@@ -7,10 +7,10 @@ from typing import Any
 
 from bayesformer.laws import Samples
 from bayesformer.posterior import Posterior
+from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
-from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.recipe import posterior_of, vector_prior
 
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesformer.core.draws import Generators, drawing_from
-from bayesformer.model.pass_mode import PassMode, bound, device_of, draws_numbers, in_training, taking_generator
 from bayesformer.core.seeds import global_streams
+from bayesformer.model.pass_mode import PassMode, bound, device_of, draws_numbers, in_training, taking_generator
 
 
 @contextmanager

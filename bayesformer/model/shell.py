@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.compat import named_slots
+from bayesformer.core.types import Params
 from bayesformer.model.calling import apply
 from bayesformer.model.leaves import Leaf, alias, own, window
 from bayesformer.model.precision import Caster, Collector, Stage
 from bayesformer.model.skeleton import Facts, Skeleton, dress
 from bayesformer.model.space import Space
-from bayesformer.core.types import Params
 
 
 class Shell:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from bayesformer.model.admission import refuse_inferred, refuse_tensor, unwrap, view_key
 from bayesformer.core.types import Params
+from bayesformer.model.admission import refuse_inferred, refuse_tensor, unwrap, view_key
 
 Choice: TypeAlias = str | Iterable[str] | Callable[[str, Tensor], bool] | None
 """How weights are chosen: a pattern as of a shell (`*.bias`), several, a predicate (name, weight) -> bool, or None."""

@@ -14,8 +14,8 @@ from bayesformer.attention import describe_families, install_described
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.seeds import stream
 from bayesformer.core.storage import checksum, read_json, read_tensors, write_json, write_tensors
-from bayesformer.layers.preparation import Preparation
 from bayesformer.laws import from_tensors
+from bayesformer.layers.preparation import Preparation
 from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import shadow
 from bayesformer.model.space import Space

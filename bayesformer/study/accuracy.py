@@ -34,7 +34,7 @@ from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.data import Data
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.datasets import digits
-from bayesformer.laws import GaussianLaw, gaussian
+from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.methods import Problem, Vi
 from bayesformer.network import FlatModel, Layout, apply

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.core.seeds import stream
-from bayesformer.core.types import Batch, ModelFactory, Params
+from bayesformer.core.types import Batch, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
-from bayesformer.likelihoods import Likelihood
 from bayesformer.model.language import needs_decoder_inputs, resolve, with_decoder_inputs
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe

@@ -37,11 +37,8 @@ def mean_negative_log_predictive(
     outputs: GaussianOutputs, targets: Tensor, likelihood: Likelihood, mask: Tensor | None = None
 ) -> float:
     """-log p(y | x) averaged over the targets that count."""
-    predictive = likelihood.predictive(outputs)
-    counted = likelihood.counted(targets, mask)
-    if counted is not None:
-        predictive, targets = predictive.select(counted), targets[counted]
-    return -float(predictive.log_prob(targets).double().mean())
+    predictive, answers = likelihood.pairs(likelihood.predictive(outputs), targets, mask)
+    return -float(predictive.log_prob(answers).double().mean())
 
 
 def fit_scale(

@@ -1,0 +1,183 @@
+"""Language models of transformers: which label belongs to which logits, and what a decoder is fed.
+
+A causal language model answers at position t about the token at t + 1; an encoder-decoder model is fed the labels moved
+one position to the right. Both are known by class names and configuration alone: transformers is never imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bayesformer.core.types import Batch, Inputs
+from bayesformer.likelihoods import Likelihood, as_likelihood
+
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""ends of the names of transformers' causal language models"""
+NOT_GENERATING = ("Classification", "QuestionAnswering")
+"""parts of the names of encoder-decoder models whose labels are no tokens to be generated"""
+DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
+
+logger = logging.getLogger("bayesformer")
+
+
+def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Likelihood:
+    """The likelihood to use for this model and data, a batch of which is looked at.
+
+    It is the one given, but for "categorical" (or Categorical() with `aligned` unset) on a causal language model:
+    where labels equal input_ids wherever they are not ignored, NextToken is used, and one line of the log says so;
+    other labels are an error that asks to choose. A model of one's own around a causal language model is changed to
+    NextToken in the same way, but other labels are taken as they are.
+    """
+    known, base = as_likelihood(likelihood), unwrapped(model)
+    if _is_encoder_decoder(base):
+        if known.ahead:
+            raise ValueError(
+                f"likelihood must be Categorical() for an encoder-decoder model ({type(base).__name__}), whose decoder "
+                f"is fed the labels moved by one position already; got {known}."
+            )
+        return known
+    shifted, outer = known.next_token, is_causal_language_model(base)
+    inside = outer or any(is_causal_language_model(part) for part in base.modules())
+    if shifted is None or batch.targets.dim() != 2 or not inside:
+        return known
+    if _labels_are_inputs(known, batch):
+        logger.warning(
+            "labels equal input_ids on %s: the likelihood is NextToken(), logits at t against labels at t + 1.%s",
+            type(base).__name__,
+            _padding_note(known, batch),
+        )
+        return shifted
+    if outer:
+        raise ValueError(
+            f"likelihood must say how labels and logits of a causal language model ({type(base).__name__}) line up, "
+            "since labels differ from input_ids; got 'categorical'. Use NextToken() if logits at position t are of "
+            "the label at t + 1, as in transformers' own loss, or Categorical(aligned=True) if they are of the label "
+            "at t."
+        )
+    return known
+
+
+def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = None) -> Inputs:
+    """Inputs of an encoder-decoder model with decoder_input_ids made from labels (B, T), as its own forward makes them.
+
+    The logits are then those of `model(**inputs, labels=labels)`. Inputs of other models, and inputs that say what the
+    decoder is fed, come back as they are. Without labels, as in prediction, there is nothing to make them from, and
+    some models would silently feed the decoder their input_ids: that is an error.
+    """
+    base: Any = unwrapped(model)
+    if not _generates_from_labels(base) or _has_decoder_inputs(inputs):
+        return inputs
+    if labels is None:
+        raise ValueError(
+            f"inputs of an encoder-decoder model ({type(base).__name__}) must have decoder_input_ids where there are "
+            f"no labels to make them from; got {_keys(inputs)}."
+        )
+    if labels.dim() != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(
+            f"labels of an encoder-decoder model ({type(base).__name__}) must be token numbers (B, T) to make "
+            f"decoder_input_ids from; got {labels.dtype} {tuple(labels.shape)}."
+        )
+    ids = _shifted_right(base, labels.long().masked_fill(labels < 0, -100))  # transformers replaces -100 alone
+    made = {**_as_keywords(base, inputs), "decoder_input_ids": ids}
+    if _named(base, ("EncoderDecoderModel",), exact=True):  # the one class that also hides the padding it makes
+        made.setdefault("decoder_attention_mask", (ids != base.config.pad_token_id).to(ids.dtype))
+    return made
+
+
+def is_causal_language_model(model: nn.Module) -> bool:
+    """Whether a model is one of transformers' causal language models, or derives from one."""
+    return hasattr(model, "config") and _named(model, CAUSAL) and not _is_encoder_decoder(model)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's, torch.compile's and the parallel wrappers, any number of them."""
+    inner: Any = model
+    while True:
+        if isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = inner.module
+        elif type(inner).__name__ == "OptimizedModule":  # of torch.compile; the model is its only child
+            inner = next(inner.children())
+        elif callable(getattr(inner, "get_base_model", None)):
+            inner = inner.get_base_model()
+        else:
+            return inner
+
+
+def _named(model: nn.Module, names: tuple[str, ...], exact: bool = False) -> bool:
+    classes = [kind.__name__ for kind in type(model).__mro__]
+    return any(name in names if exact else name.endswith(names) for name in classes)
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+
+
+def _generates_from_labels(model: nn.Module) -> bool:
+    """Whether labels of this model are the tokens that its decoder shall generate."""
+    other = any(part in type(model).__name__ for part in NOT_GENERATING)
+    return _is_encoder_decoder(model) and not other and "labels" in inspect.signature(model.forward).parameters
+
+
+def _labels_are_inputs(likelihood: Likelihood, batch: Batch) -> bool:
+    ids = _input_ids(batch.inputs)
+    if ids is None or ids.shape != batch.targets.shape:
+        return False
+    kept = likelihood.kept(batch.targets, batch.mask)
+    return bool((ids == batch.targets)[kept].all())
+
+
+def _padding_note(likelihood: Likelihood, batch: Batch) -> str:
+    """A sentence about labels that count although the attention mask calls them padding."""
+    mask = batch.inputs.get("attention_mask") if isinstance(batch.inputs, Mapping) else None
+    if mask is None or mask.shape != batch.targets.shape:
+        return ""
+    count = int((likelihood.kept(batch.targets, batch.mask) & (mask == 0)).sum())
+    return f" {count} labels where attention_mask is 0 count; set them to -100 to leave them out." if count else ""
+
+
+def _input_ids(inputs: Inputs) -> Tensor | None:
+    if isinstance(inputs, Tensor):
+        return inputs
+    if isinstance(inputs, Mapping):
+        return inputs.get("input_ids")
+    return inputs[0] if inputs else None
+
+
+def _has_decoder_inputs(inputs: Inputs) -> bool:
+    return isinstance(inputs, Mapping) and any(inputs.get(name) is not None for name in DECODER_INPUTS)
+
+
+def _shifted_right(model: Any, labels: Tensor) -> Tensor:
+    """Labels moved one position to the right by the model's own function for it."""
+    if callable(getattr(model, "prepare_decoder_input_ids_from_labels", None)):
+        return model.prepare_decoder_input_ids_from_labels(labels)
+    modules = (vars(sys.modules[kind.__module__]) for kind in type(model).__mro__)
+    shift = next((names["shift_tokens_right"] for names in modules if "shift_tokens_right" in names), None)
+    if shift is None:
+        raise ValueError(
+            f"inputs must have decoder_input_ids for {type(model).__name__}, which has no public function that makes "
+            "them from labels."
+        )
+    config = model.config
+    if getattr(config, "decoder_start_token_id", None) is None and hasattr(config, "text_config"):
+        config = config.text_config
+    return shift(labels, config.pad_token_id, config.decoder_start_token_id)
+
+
+def _as_keywords(model: Any, inputs: Inputs) -> dict[str, Tensor]:
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    if isinstance(inputs, Tensor):
+        return {model.main_input_name: inputs}
+    raise ValueError(f"inputs of an encoder-decoder model must be a dict by keyword; got a tuple of {len(inputs)}.")
+
+
+def _keys(inputs: Inputs) -> str:
+    return ", ".join(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
