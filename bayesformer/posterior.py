@@ -78,9 +78,7 @@ class Posterior:
         if not self.infer:
             object.__setattr__(self, "infer", self.space.names)
         if self.law.size != self.space.size:
-            raise ValueError(
-                f"law must have {self.space.size} numbers per draw for this model; got {self.law.size}."
-            )
+            raise ValueError(f"law must have {self.space.size} numbers per draw for this model; got {self.law.size}.")
         check_way(self.predictive)
         links.check_link(self.link)
 
@@ -257,9 +255,7 @@ class Posterior:
             size = self._pass_size(sampler, data, batch_size)
             return assemble(sampler, data.in_order(size, self.device), convert)
 
-    def _sampler(
-        self, shell: Shell, data: InputBatches, draws: int | None, seed: int, strategy: Strategy
-    ) -> Sampler:
+    def _sampler(self, shell: Shell, data: InputBatches, draws: int | None, seed: int, strategy: Strategy) -> Sampler:
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else self.law.available)
         self._check_base()

@@ -10,7 +10,7 @@ import bayesformer as bf
 from bayesformer import evaluate
 from bayesformer.laplace import estimate
 from bayesformer.likelihoods import Categorical, NextToken
-from bayesformer.model.language import decoder_inputs, is_causal_language_model, resolve, unwrapped
+from bayesformer.likelihoods.language import decoder_inputs, is_causal_language_model, resolve, unwrapped
 from bayesformer.core.types import Batch, Draws
 from tests.curvature_zoo import ggn
 

@@ -3,6 +3,7 @@
 from bayesformer.attention.build import FAMILIES, build_family
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.core import Attention, Linear, Softmax, masked_softmax
+from bayesformer.attention.describe import describe_families, install_described
 from bayesformer.attention.dirichlet import Dirichlet
 from bayesformer.attention.edges import Edges
 from bayesformer.attention.family import Family, attention_kl, attention_mode, families

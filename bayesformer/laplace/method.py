@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.progress import Reporter, bars
-from bayesformer.data import Data, DataLike, as_data
-from bayesformer.data.inputs import map_inputs
+from bayesformer.core.progress import bars
+from bayesformer.core.types import Inputs
+from bayesformer.data import Batches, as_batches
+from bayesformer.data.inputs import inputs_to
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
 from bayesformer.laplace.estimate import OUTPUTS, Curvature, estimate
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
-from bayesformer.methods.points import fit_members
-from bayesformer.network import FlatModel, Layout, apply, device_of, trainable
-from bayesformer.posterior import WAYS, Posterior, Way
-from bayesformer.train.members import prior_of
-from bayesformer.train.problem import Problem, check_problem, check_ranges
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Choice
+from bayesformer.posterior import Posterior
+from bayesformer.predict.ways import WAYS, Way
+from bayesformer.train.members import facts_of
+from bayesformer.train.problem import Problem, check_ranges, settings_of
+from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.recipe import find_modes, posterior_of
 
 STRUCTURES = ("kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
 NAMED = ("auto", "marglik", "validation")  # ways to choose the prior's precision
@@ -112,19 +115,20 @@ class Laplace:
     def fit(self, problem: Problem) -> Posterior:
         """Train to the mode, then fit the Gaussian."""
         self.check(problem.likelihood, problem.validation)
-        prior = prior_of(f"normal(0, {self.precision**-0.5!r})")
-        mode = fit_members("laplace", self, problem, 1, prior=prior)
-        _check_buffers(mode.weights.buffers)
-        given = problem.likelihood, problem.data, problem.validation
-        return self.around(mode.model, mode.theta[0], *given, mode.facts, problem.reporter)
+        prototype = Prototype(problem)
+        setting = f"normal(0, {self.precision**-0.5!r})"
+        modes = find_modes(prototype, "laplace", setting, 1.0)
+        assert modes.stage is not None
+        facts = facts_of("laplace", self, prototype, modes.stage)
+        return self.around(prototype, modes.start(0), facts)
 
-    def resolved(self, validation: Data | None) -> Laplace:
+    def resolved(self, validation: Batches | None) -> Laplace:
         """With "auto" decided."""
         if self.prior_precision != "auto":
             return self
         return replace(self, prior_precision="marglik" if validation is None or self.per != "one" else "validation")
 
-    def check(self, likelihood: Likelihood, validation: Data | None) -> None:
+    def check(self, likelihood: Likelihood, validation: Batches | None) -> None:
         """Refuse what would only fail after training."""
         if validation is None and "validation" in {self.prior_precision, self.noise}:
             which = "prior_precision" if self.prior_precision == "validation" else "noise"
@@ -137,56 +141,41 @@ class Laplace:
         if self.predictive != "sampled":
             links.check_link(self.link, likelihood.links)
 
-    def around(
-        self,
-        model: nn.Module,
-        mode: Tensor,
-        likelihood: Likelihood,
-        data: Data,
-        validation: Data | None,
-        facts: Mapping[str, Any],
-        reporter: Reporter | None = None,
-    ) -> Posterior:
-        """The posterior around a mode (P,) of the model's trainable weights."""
-        started = time.perf_counter()
-        found = self.estimate(model, mode, likelihood, data, int(facts.get("seed", 0)), reporter)
-        at = quadratic(found, mode, likelihood, data, self.per, self.temperature, Layout.of(model))
+    def around(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:
+        """The posterior around a mode of the prototype's weights."""
+        started, likelihood = time.perf_counter(), prototype.likelihood
+        found = self.estimate(prototype, mode, int(facts.get("seed", 0)))
+        at = quadratic(found, mode.theta, likelihood, prototype.data, self.per, self.temperature, prototype.space)
+        buffers = {name: value[None] for name, value in mode.buffers.items()}
 
         def posterior(tuned: Tuned) -> Posterior:
             known = likelihood if tuned.sigma is None else likelihood.with_noise_scale(tuned.sigma)
-            law = GaussianLaw(mode, found.places, tuple(tuned.blocks(at, mode)))
-            ways: dict[str, Any] = {"predictive": self.predictive, "link": self.link}
-            return Posterior(model, known, law, default_draws=self.draws, **ways)
+            law = GaussianLaw(mode.theta, found.places, tuple(tuned.blocks(at, mode.theta)), buffers)
+            ways: dict[str, Any] = {"predictive": self.predictive, "link": self.link, "default_draws": self.draws}
+            return replace(posterior_of(prototype, law, {}, **ways), likelihood=known)
 
-        tuned = tune(self.resolved(validation), at, posterior, validation)
+        tuned = tune(self.resolved(prototype.validation), at, posterior, prototype.validation)
         seconds = float(facts.get("seconds", 0.0)) + time.perf_counter() - started
         made = tuned.facts(at) | {"curvature": found.kind, "log_likelihood": found.log_likelihood, "seconds": seconds}
         return replace(posterior(tuned), facts={**facts, **made})
 
-    def estimate(
-        self,
-        model: nn.Module,
-        mode: Tensor,
-        likelihood: Likelihood,
-        data: Data,
-        seed: int = 0,
-        reporter: Reporter | None = None,
-        index: Tensor | None = None,
-    ) -> Curvature:
+    def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""
-        flat = FlatModel(model)
-        flat.load(mode)
-        network = flat.module.eval()
-        network.zero_grad(set_to_none=True)
-        _check_outputs(network, data)
+        shell = prototype.skeleton.shell()
+        shell.load(mode.theta)
+        shell.load_buffers(mode.buffers)
+        network = shell.module.eval()
+        for parameter in network.parameters():
+            parameter.grad = None
+        _check_outputs(network, prototype.data, shell.theta.device)
         names = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
-            names, form = "last_layer", self._last_layer(network, data)
+            names, form = "last_layer", self._last_layer(network, prototype.few.inputs)
         return estimate(
             network,
-            likelihood,
-            data,
+            prototype.likelihood,
+            prototype.data,
             form,
             kind=None if self.curvature == "auto" else self.curvature,
             names=names,
@@ -195,24 +184,23 @@ class Laplace:
             rank=self.rank,
             size=self.size,
             index=index,
-            reporter=reporter,
+            reporter=prototype.problem.reporter,
         )
 
     @staticmethod
-    def _last_layer(model: nn.Module, data: Data) -> Literal["full", "kron"]:
-        few = data.take(slice(0, 3)).inputs
-        device = device_of(model)
-        names = last_layer.names_of(model, map_inputs(few, lambda x: x.to(device)))
-        weights = sum(p.numel() for name, p in trainable(model).items() if name in names)
+    def _last_layer(model: nn.Module, few: Inputs) -> Literal["full", "kron"]:
+        names = last_layer.names_of(model, few)
+        weights = sum(p.numel() for name, p in model.named_parameters() if name in names)
         return "full" if weights <= SMALL else "kron"
 
 
 def laplace(
     model: nn.Module,
-    data: DataLike,
+    data: Any,
     *,
     likelihood: Likelihood | str,
-    validation: DataLike | None = None,
+    validation: Any = None,
+    infer: Choice = None,
     seed: int = 0,
     progress: bool | None = None,
     **settings: Any,
@@ -226,6 +214,7 @@ def laplace(
         data: the training data.
         likelihood: "categorical", "gaussian", "bernoulli", or an object from `bayesformer.likelihoods`.
         validation: data to choose the prior's precision on, for prior_precision="validation".
+        infer: which weights are inferred, as for `fit`; by default those that require a gradient.
         seed: of labels drawn for the curvature.
         progress: show progress bars; by default on a terminal.
         settings: of `Laplace`: structure, subset, prior_precision, predictive, link and the others.
@@ -236,40 +225,31 @@ def laplace(
             "Call model.eval() first."
         )
     method, known = Laplace(**settings), as_likelihood(likelihood)
-    own, train = copy.deepcopy(model), as_data(data, "data")
-    held = None if validation is None else as_data(validation, "validation")
-    method.check(known, held)
-    check_problem(own, Problem(own, known, train, held))
-    _check_buffers(dict(own.named_buffers()))
-    facts = {
-        "method": {"name": "laplace", **asdict(method)},
-        "seed": seed,
-        "num_data": len(train),
-        "data": train.fingerprint(),
-        "epochs": [0],
-        "best_epoch": [0],
-        "seconds": 0.0,
-    }
-    mode = Layout.of(own).pack(dict(own.named_parameters()))
     with bars(progress) as reporter:
-        return method.around(own, mode, known, train, held, facts, reporter)
+        held = None if validation is None else as_batches(validation, "validation")
+        problem = Problem(model, known, as_batches(data, "data"), held, seed=seed, infer=infer, reporter=reporter)
+        method.check(known, held)
+        prototype = Prototype(problem)
+        facts = {
+            "method": {"name": "laplace", **settings_of(method)},
+            "seed": seed,
+            "num_data": problem.num_data,
+            "data": problem.data.fingerprint(),
+            "epochs": [0],
+            "best_epoch": [0],
+            "seconds": 0.0,
+            "init": "given",
+        }
+        return method.around(prototype, prototype.start(0), facts)
 
 
-def _check_outputs(model: nn.Module, data: Data) -> None:
+def _check_outputs(model: nn.Module, data: Batches, device: torch.device) -> None:
     """One forward pass over the data: a NaN would only show as a matrix without eigenvalues, much later."""
-    bad, data = 0, data.to(device_of(model))
+    bad = count = 0
     with torch.inference_mode():
-        size = apply(model, data.take(slice(0, 1)).inputs).numel()
-        for batch in data.chunks(max(1, min(256, OUTPUTS // size))):
+        size = apply(model, inputs_to(data.first(1).inputs, device)).numel()
+        for batch in data.in_order(max(1, min(256, OUTPUTS // size)), device):
             bad += int((~torch.isfinite(apply(model, batch.inputs))).flatten(1).any(1).sum())
+            count += len(batch.targets)
     if bad:
-        raise ValueError(f"model's outputs must be finite on the data; {bad} of {len(data)} examples have NaN or inf.")
-
-
-def _check_buffers(buffers: Mapping[str, Tensor]) -> None:
-    averages = [name for name in buffers if "running" in name]
-    if averages:
-        raise ValueError(
-            f"laplace needs a model without running averages, which a posterior over weights does not hold; "
-            f"this one has {averages[0]!r}. Use LayerNorm."
-        )
+        raise ValueError(f"model's outputs must be finite on the data; {bad} of {count} examples have NaN or inf.")

@@ -19,6 +19,7 @@ __all__ = [
     "Variational",
     "convert",
     "convert_concrete",
+    "has_random_parts",
     "kl_divergence",
     "revert",
 ]

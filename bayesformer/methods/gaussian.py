@@ -198,9 +198,7 @@ class Swag:
 
     def fit(self, problem: Problem) -> Posterior:
         """Watch gradient descent."""
-        return fit_gaussian(
-            self, Prototype(problem), self.build, partial(swag.law, scale=self.scale), prior=self.prior
-        )
+        return fit_gaussian(self, Prototype(problem), self.build, partial(swag.law, scale=self.scale), prior=self.prior)
 
     def build(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG002
         """Gradient descent, which is Langevin dynamics at temperature 0, watched after its first epoch."""

@@ -68,9 +68,7 @@ class MeanField:
     def preparation(self) -> Preparation:
         """Random weights in the model's place."""
         names = ("family", "prior", "local", "flipout", "rho")
-        return Preparation().then(
-            "variational", names=self.subset, **{name: getattr(self, name) for name in names}
-        )
+        return Preparation().then("variational", names=self.subset, **{name: getattr(self, name) for name in names})
 
     def fit(self, problem: Problem) -> Posterior:
         """Ascend the evidence lower bound."""

@@ -77,9 +77,7 @@ class MCDropout:
                 "mc_dropout needs a model with dropout; a training pass of this one draws no random numbers. "
                 "Give it nn.Dropout modules, or rates above 0 with mc_dropout.rate=none."
             )
-        return fit_points(
-            "mc_dropout", self, prototype, 1, noisy_draws=self.draws, dropout_rate=self.rate
-        )
+        return fit_points("mc_dropout", self, prototype, 1, noisy_draws=self.draws, dropout_rate=self.rate)
 
 
 def fit_points(

@@ -9,9 +9,7 @@ from torch import nn
 from bayesformer.model.space import Space
 
 
-def held_modules(
-    model: nn.Module, space: Space, changed: Iterable[str] = (), fixed: bool = False
-) -> tuple[str, ...]:
+def held_modules(model: nn.Module, space: Space, changed: Iterable[str] = (), fixed: bool = False) -> tuple[str, ...]:
     """Names of the modules that stay in evaluation mode while the others train.
 
     A model in training mode with parts in evaluation mode is taken at its word: those parts stay. A model that comes

@@ -52,6 +52,17 @@ class Shell:
         for stage in self.stages:
             stage.load(self.theta)
 
+    def cast(self, weights: Mapping[str, Tensor]) -> Params:
+        """Weights by name in the precision and on the device in which the module computes with them."""
+        return {name: value.to(self.weights[name]) for name, value in weights.items()}
+
+    def sync(self) -> None:
+        """Take staged weights that were written directly, as an initialiser does, over into `theta`."""
+        with torch.no_grad():
+            for name, place in self.space.views(self.theta).items():
+                if name in self._staged:
+                    place.copy_(self.weights[name])
+
     @property
     def buffers(self) -> Params:
         """The tensors that passes may change (running averages and the like), by name: live ones, not copies."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.func import functional_call
 
 from bayesformer.attention import attention_mode, families
 from bayesformer.core.seeds import fold
-from bayesformer.core.strategy import CHUNK, Strategy, check_strategy, prefers_batched
+from bayesformer.core.strategy import CHUNK, Strategy, check_strategy, choose, largest_tensor
 from bayesformer.core.types import Inputs, Params
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.laws import Law, buffers_of
@@ -116,7 +117,8 @@ class Sampler:
         elif self.how.law.buffers:
             row = 0 if self.how.noisy else draw
             self.shell.load_buffers(buffers_of(self.how.law, row))  # a pass may have changed them
-        passing = self.random.passing(self.generators[draw], self.how.dropout_rate) if self._is_random else nullcontext()
+        generator, rate = self.generators[draw], self.how.dropout_rate
+        passing = self.random.passing(generator, rate) if self._is_random else nullcontext()
         with torch.inference_mode(), passing, self.how.drawing(self.shell):
             return apply(self.shell.module, inputs)
 
@@ -142,18 +144,21 @@ class Sampler:
         if self.count == 1 or strategy == "looped":
             return 1
         numbers = first_tensor(few).numel()
-        if self.how.noisy:
-            size = max(1, TOGETHER // max(numbers, 1)) if self.device.type == "cpu" else CHUNK
-            wanted = size > 1 and bool(families(self.shell.module))
-        else:
-            size = CHUNK
-            wanted = prefers_batched(self.shell.space.size, numbers, min(size, self.count), self.device)
+        size = max(2, TOGETHER // max(numbers, 1)) if self.how.noisy and self.device.type == "cpu" else CHUNK
+        key = ("together", self.how.noisy, self.how.attention)
+
+        def veto() -> str | None:
+            reason: str | None = self._found(key, lambda: self._why_not_together(few))
+            return reason
+
         if strategy == "batched":
-            size, wanted = max(size, 2), True
-        reason = self._found(("together", self.how.noisy, self.how.attention), lambda: self._why_not_together(few)) if wanted else None
-        if reason is not None and strategy == "batched":
-            raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
-        return size if wanted and reason is None else 1
+            reason = veto()
+            if reason is not None:
+                raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
+            return size
+        weights = 0 if self.how.noisy else self.shell.space.size
+        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.one(0, few)))
+        return size if choose(self.count, weights, largest, self.device, veto=veto) == "batched" else 1
 
     def _found(self, key: Any, find: Callable[[], Any]) -> Any:
         if key not in self.known:

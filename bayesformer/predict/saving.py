@@ -115,9 +115,7 @@ def _with_attention(model: nn.Module, saved: Mapping[str, Any], folder: Path) ->
         return install_described(shadow(model), saved)
 
 
-def _check_fits(
-    folder: Path, model: nn.Module, space: Space, infer: tuple[str, ...], preparation: Preparation
-) -> None:
+def _check_fits(folder: Path, model: nn.Module, space: Space, infer: tuple[str, ...], preparation: Preparation) -> None:
     names = dict(model.named_parameters(remove_duplicate=False))
     missing = next((name for name in infer if name not in names), None)
     if missing is not None:

@@ -21,6 +21,7 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch, Params, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
+from bayesformer.data.in_memory import InMemory
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.modes import set_training
 from bayesformer.model.randomness import Randomness
@@ -57,6 +58,8 @@ class Job:
     """modules that stay in evaluation mode while the others train"""
     replacement: bool = False
     """whether batches are drawn with replacement"""
+    join_single: bool = False
+    """whether a last batch of one example is joined to the one before, as BatchNorm needs"""
     collect: Collect | None = None
     """states to keep on the way"""
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -187,9 +190,10 @@ def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
 def _batches(job: Job, run: Run) -> Iterator[Batch]:
     size, device = job.training.batch_size, job.theta.device
     options: dict[str, Any] = {"seed": job.seed, "epoch": run.epoch, "start": run.step, "device": device}
-    options["replacement"] = job.replacement
-    if len(job.members) == 1 and job.theta.dim() == 1:
+    options |= {"replacement": job.replacement, "join_single": job.join_single}
+    if job.theta.dim() == 1:
         return job.data.epoch(size, member=job.members[0], **options)
+    assert isinstance(job.data, InMemory)
     return job.data.lockstep(size, members=job.members, **options)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.progress import Reporter
-from bayesformer.core.strategy import run_members
+from bayesformer.core.strategy import largest_tensor, run_members
 from bayesformer.core.types import LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
+from bayesformer.data.in_memory import batch_to
 from bayesformer.inference import optimise
 from bayesformer.laws.samples import shared
 from bayesformer.model.modes import set_training
@@ -137,12 +137,22 @@ class Stage:
             path = Path(folder) / f"{self.label}-{members[0]}-{members[-1]}.safetensors"
         return train(self.job(members), path, self.problem.checkpoint_seconds, reporter)
 
-    @cached_property
-    def size(self) -> tuple[int, int]:
-        """Weights of a member, and numbers that enter a step: what decides whether members are trained in lockstep."""
-        batch = self.prototype.few
-        per_example = max(x.numel() for x in batch.tensors()) // len(batch.targets)
-        return self.skeleton(0).space.size, per_example * self.training.batch_size
+    @property
+    def weights(self) -> int:
+        """P, the weights that a member is trained in."""
+        return self.skeleton(0).space.size
+
+    def largest(self) -> int:
+        """Numbers in the largest tensor of a forward pass on one batch, scaled up from two examples."""
+        shell, few = self.skeleton(0).shell(gradients=False), self.prototype.few
+        shell.module.eval()
+        with torch.no_grad():
+            found = largest_tensor(lambda: shell(few.inputs))
+        return found * self.training.batch_size // len(few.targets)
+
+    def shared(self) -> dict[str, Tensor]:
+        """Frozen weights, which worker processes map instead of getting copies."""
+        return {}
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +175,7 @@ class Stage:
             job = self.job([0, 1])
             set_training(job.shell.module, job.held)
             data = self.prototype.data.tensors.take(torch.zeros(2, 2, dtype=torch.int64))
-            job.transform.update(job.transform.init({THETA: job.theta}), data.to(self.device))
+            job.transform.update(job.transform.init({THETA: job.theta}), batch_to(data, self.device))
         except RuntimeError as error:
             return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
         return None

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from bayesformer.core.seeds import stream
 from bayesformer.core.types import Batch, Params
 from bayesformer.data.batches import Batches
+from bayesformer.data.in_memory import batch_to
 from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
-from bayesformer.model.language import needs_decoder_inputs, resolve, with_decoder_inputs
+from bayesformer.likelihoods.language import decoder_inputs, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe
 from bayesformer.model.randomness import Randomness, find_randomness
@@ -65,14 +66,15 @@ class Prototype:
             self._check(self.validation, "validation")
 
     def _data(self, data: Batches) -> Batches:
-        if not needs_decoder_inputs(self.model, data.first(FEW).inputs):
-            return data
-        return Mapped(data, _DecoderInputs(self.model))
+        """The data, with decoder inputs made of the labels where the model is an encoder-decoder without them."""
+        few = data.first(FEW)
+        made = decoder_inputs(self.model, few.inputs, few.targets)
+        return data if made is few.inputs else Mapped(data, _DecoderInputs(self.model))
 
     @cached_property
     def few(self) -> Batch:
         """A few examples, on the device of the weights."""
-        return self.data.first(FEW).to(self.skeleton.device)
+        return batch_to(self.data.first(FEW), self.skeleton.device)
 
     @cached_property
     def probed(self) -> Probe:
@@ -81,7 +83,7 @@ class Prototype:
         found = probe(shell, self.few.inputs, training=True)
         if found.unused:
             names = ", ".join(found.unused[:5]) + (" ..." if len(found.unused) > 5 else "")
-            log.warning("outputs do not depend on %d inferred weights (%s): only the prior moves them", len(found.unused), names)
+            log.warning("outputs do not depend on %d inferred weights: %s", len(found.unused), names)
         return found
 
     @cached_property
@@ -150,7 +152,7 @@ class Prototype:
         """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
         shell = self.skeleton.shell(gradients=False)
         shell.module.eval()
-        few = data.first(FEW).to(self.skeleton.device)
+        few = batch_to(data.first(FEW), self.skeleton.device)
         with torch.no_grad():
             outputs = shell(few.inputs)
         if len(outputs) != len(few.targets):
@@ -172,7 +174,7 @@ class _DecoderInputs:
     model: nn.Module
 
     def __call__(self, batch: Batch) -> Batch:
-        return batch._replace(inputs=with_decoder_inputs(self.model, batch.inputs, batch.targets))
+        return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))
 
 
 def _is_within(name: str, modules: set[str]) -> bool:
