@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from bayesformer.jacobians import together
 from bayesformer.jacobians.capture import Capture, backpropagate, mismatches
-from bayesformer.jacobians.watch import Watch
+from bayesformer.jacobians.watch import UseRecorder
 from bayesformer.network import apply, trainable
 from tests.curvature_zoo import MODELS, build
 
@@ -465,6 +465,6 @@ def test_faster_functions_take_what_those_they_stand_in_for_take():
         lambda: torch.matmul(a.detach(), b.detach(), out=torch.empty(3, 4, 2)),
         lambda: F.gelu(input=a, approximate="tanh"),
     ):
-        with Watch([], 3, {}):
+        with UseRecorder([], 3, {}):
             found = call()
         torch.testing.assert_close(found, call())

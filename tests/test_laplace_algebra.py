@@ -46,7 +46,7 @@ def mode(x, y, d, sigma):
 def quadratic(x, y, theta, sigma, groups=None):
     fit = torch.distributions.Normal(x @ theta, sigma).log_prob(y).sum().item()
     return Quadratic(
-        (DenseCurvature(x.mT @ x / sigma**2),), (theta,), fit, groups or Groups(1, (0,)), noise=Noise(sigma, len(y))
+        (DenseCurvature(x.mT @ x / sigma**2),), (theta,), fit, groups or Groups(1, (0,)), noise=ObservationNoise(sigma, len(y))
     )
 
 
@@ -95,7 +95,7 @@ def several():
     )
     groups = Groups(2, (0, torch.tensor([0, 0, 1, 1]), 1))
     deviations = tuple(torch.randn(s.size, dtype=F64) for s in structures)
-    return Quadratic(structures, deviations, -31.0, groups, noise=Noise(0.8, 20))
+    return Quadratic(structures, deviations, -31.0, groups, noise=ObservationNoise(0.8, 20))
 
 
 def test_groups_and_noise_give_the_dense_evidence_and_its_gradient():

@@ -19,7 +19,7 @@ from bayesformer.predict.streamlined import (
     layer_shares,
     streamlined_outputs,
 )
-from bayesformer.predict.streamlined.carrier import Run
+from bayesformer.predict.streamlined.carrier import PassContext
 from bayesformer.predict.streamlined.modules import standing_in
 
 IDS = torch.tensor([[3, 17, 5, 40, 8], [9, 2, 0, 0, 0]])
@@ -204,7 +204,7 @@ def test_gelu_of_several_operations_is_one_function():
     """GPT-2's gelu_new is x · (1 + tanh(...)) of one x: its slope is the tanh GELU's."""
     model, *_ = prepared("gpt2")
     act = model.transformer.h[0].mlp.act
-    x = Uncertain(torch.randn(5), torch.rand(5), Run(Settings()))
+    x = Uncertain(torch.randn(5), torch.rand(5), PassContext(Settings()))
     with standing_in(model):
         found = act(x)
     expected = F.gelu(x, approximate="tanh")
@@ -218,7 +218,7 @@ def test_rms_norm_of_several_operations_is_one_function():
     norm = model.model.norm
     with torch.no_grad():
         norm.weight.copy_(torch.rand(8) + 0.5)
-    x = Uncertain(torch.randn(2, 8), torch.rand(2, 8), Run(Settings(layer_norm="jacobian")))
+    x = Uncertain(torch.randn(2, 8), torch.rand(2, 8), PassContext(Settings(layer_norm="jacobian")))
     with standing_in(model):
         found = norm(x)
     expected = F.rms_norm(x, (8,), norm.weight, norm.variance_epsilon)
@@ -230,7 +230,7 @@ def test_rotary_positions_turn_variances():
     """With uncertain queries alone: (cos² s_i + sin² s_j), as the model's own rotation says."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    q = Uncertain(torch.randn(1, 2, 3, 4), torch.rand(1, 2, 3, 4), Run(Settings()))
+    q = Uncertain(torch.randn(1, 2, 3, 4), torch.rand(1, 2, 3, 4), PassContext(Settings()))
     angle = torch.randn(1, 3, 2).repeat(1, 1, 2)
     turned, _ = apply_rotary_pos_emb(q, torch.zeros(1, 2, 3, 4), angle.cos(), angle.sin())
     swapped = torch.cat([q.s[..., 2:], q.s[..., :2]], -1)

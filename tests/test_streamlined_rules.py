@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 from bayesformer.model.multihead import multi_head_attention_forward
 from bayesformer.predict.streamlined import NoRuleError, Settings, Uncertain, module_rule, rule
-from bayesformer.predict.streamlined.carrier import RULES, Run
+from bayesformer.predict.streamlined.carrier import RULES, PassContext
 from bayesformer.predict.streamlined.modules import MODULE_RULES, activation, standing_in
 from tests.laws import assert_mean
 
 
 def run(**settings):
-    return Run(Settings(**settings))
+    return PassContext(Settings(**settings))
 
 
 def gaussian(*shape, full=False, **settings):

@@ -8,20 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from bayesformer.core.progress import bars
-from bayesformer.core.types import Inputs
 from bayesformer.data import Batches, as_batches
-from bayesformer.data.inputs import inputs_to
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
-from bayesformer.laplace.estimate import OUTPUTS, Curvature, estimate
+from bayesformer.laplace.estimate import Curvature, estimate
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
-from bayesformer.model.calling import apply
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
@@ -145,7 +141,7 @@ class Laplace:
         """The posterior around a mode of the prototype's weights."""
         started, likelihood = time.perf_counter(), prototype.likelihood
         found = self.estimate(prototype, mode, int(facts.get("seed", 0)))
-        at = quadratic(found, mode.theta, likelihood, prototype.data, self.per, self.temperature, prototype.space)
+        at = quadratic(found, mode.theta, likelihood, self.per, self.temperature, prototype.space)
         buffers = {name: value[None] for name, value in mode.buffers.items()}
 
         def posterior(tuned: Tuned) -> Posterior:
@@ -164,16 +160,16 @@ class Laplace:
         shell = prototype.skeleton.shell()
         shell.load(mode.theta)
         shell.load_buffers(mode.buffers)
-        network = shell.module.eval()
-        for parameter in network.parameters():
+        module = shell.module.eval()
+        for parameter in module.parameters():
             parameter.grad = None
-        _check_outputs(network, prototype.data, shell.theta.device)
         names = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
-            names, form = "last_layer", self._last_layer(network, prototype.few.inputs)
+            chosen = last_layer.space_of(module, prototype.space, prototype.few.inputs)
+            names, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
         return estimate(
-            network,
+            module,
             prototype.likelihood,
             prototype.data,
             form,
@@ -185,13 +181,8 @@ class Laplace:
             size=self.size,
             index=index,
             reporter=prototype.problem.reporter,
+            space=prototype.space,
         )
-
-    @staticmethod
-    def _last_layer(model: nn.Module, few: Inputs) -> Literal["full", "kron"]:
-        names = last_layer.names_of(model, few)
-        weights = sum(p.numel() for name, p in model.named_parameters() if name in names)
-        return "full" if weights <= SMALL else "kron"
 
 
 def laplace(
@@ -241,15 +232,3 @@ def laplace(
             "init": "given",
         }
         return method.around(prototype, prototype.start(0), facts)
-
-
-def _check_outputs(model: nn.Module, data: Batches, device: torch.device) -> None:
-    """One forward pass over the data: a NaN would only show as a matrix without eigenvalues, much later."""
-    bad = count = 0
-    with torch.inference_mode():
-        size = apply(model, inputs_to(data.first(1).inputs, device)).numel()
-        for batch in data.in_order(max(1, min(256, OUTPUTS // size)), device):
-            bad += int((~torch.isfinite(apply(model, batch.inputs))).flatten(1).any(1).sum())
-            count += len(batch.targets)
-    if bad:
-        raise ValueError(f"model's outputs must be finite on the data; {bad} of {count} examples have NaN or inf.")
