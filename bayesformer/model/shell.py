@@ -151,9 +151,7 @@ class Shell:
             return self.weights[leaf.name]
         if leaf.role == "alias":
             return alias(leaf)
-        if leaf.role == "window":
-            return window(leaf, self.skeleton.weights[leaf.name], self.weights[leaf.name])
-        return own(leaf)
+        return window(leaf, self.weights[leaf.name]) if leaf.role == "window" else own(leaf)
 
     def _prepare(self) -> None:
         for module in self.module.modules():

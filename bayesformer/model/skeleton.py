@@ -101,7 +101,7 @@ class Skeleton:
         def resolve(leaf: Leaf) -> Tensor:
             if leaf.role in ("inferred", "alias"):
                 return alias(leaf, leaf.role == "inferred")
-            return leaf.tensor.detach() if leaf.role == "window" else own(leaf)
+            return window(leaf, leaf.tensor) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
         dress(dict(module.named_parameters()), hooks)
@@ -122,7 +122,7 @@ class Skeleton:
                 return made[leaf.name]
             if leaf.role == "alias":
                 return self._separate(leaf, leaf.tensor) if leaf.requires_grad else alias(leaf)
-            return window(leaf, self.weights[leaf.name], made[leaf.name]) if leaf.role == "window" else own(leaf)
+            return window(leaf, made[leaf.name]) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
         dress({name: p for name, p in made.items() if p.requires_grad}, hooks)
