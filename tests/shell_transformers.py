@@ -191,11 +191,34 @@ def half_base_with_adapter():
     return Case(_half(_adapted(config, _llama())), _ids())
 
 
+def dispatched():
+    """Hooks of accelerate around every module."""
+    import accelerate
+
+    return Case(accelerate.dispatch_model(_bert(), {"": "cpu"}, force_hooks=True), _ids())
+
+
+def static_cache():
+    import transformers
+
+    model = _llama()
+    cache = transformers.StaticCache(model.config, max_cache_len=16)
+    model.kept = cache  # an object with tensors among the attributes
+    return Case(model, _ids())
+
+
+def reentrant_checkpointing():
+    model = _bert()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return Case(model, _ids())
+
+
 CASES = {
     make.__name__: make
     for make in (
         bert, bert_head, bert_attentions, bert_checkpointing, bert_tuple, gpt2, gpt2_by_alias, t5, llama, llama_tied,
         llama_head, vit, swin, resnet, mixtral, lora, lora_by_pattern, dora, rs_lora, two_adapters, ia3, prompt,
-        half_base_with_adapter,
+        half_base_with_adapter, dispatched, static_cache, reentrant_checkpointing,
     )
 }  # fmt: skip

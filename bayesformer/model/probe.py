@@ -44,6 +44,7 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
     If `strict`, raises where the pass uses tensors of the user's own model (through a global variable, a registry of
     its class), for then it would not answer to θ, and where it writes into weights.
     """
+    shell.verify()
     module = shell.module
     modes = [(part, part.training) for part in module.modules()]
     buffers = {name: tensor.clone() for name, tensor in shell.buffers.items()}
