@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bayesformer.model.calling import apply
-from bayesformer.model.pool import ShellPool
+from bayesformer.model.shell_pool import ShellPool
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from tests.shell_transformers import CASES as TRANSFORMERS

@@ -281,3 +281,53 @@ def test_shared_objects_are_told():
     skeleton = skeleton_of(model)
     assert skeleton.facts.shared == ("lock × 2",)
     assert skeleton.shell().module.locks[0] is model.locks[0]
+
+
+def test_sentinels_keep_their_identity_and_weak_targets_outside_the_tree_live():
+    class Outside:
+        pass
+
+    model, outside = Net(), Outside()
+    model.marker = object()
+    model.link = weakref.ref(outside)
+    shell = skeleton_of(model).shell()
+    gc.collect()
+    assert shell.module.marker is model.marker
+    assert isinstance(shell.module.link(), Outside)
+    assert shell.module.link() is not outside
+
+
+def test_an_object_that_cannot_be_built_again_is_told():
+    class Broken:
+        def __reduce__(self):
+            return int, ("no number",)
+
+    model = Net()
+    model.broken = Broken()
+    with pytest.raises(ValueError, match="model must hold only what can be copied; copying it failed: invalid literal"):
+        skeleton_of(model).shell()
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distributed_wrappers(process_group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model, x = Net(), torch.randn(2, 3)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    shell = skeleton_of(wrapped).shell()
+    assert shell.space.names[0] == "first.weight"
+    assert torch.equal(shell(x), model(x))
+    model.first.weight = nn.Parameter(distribute_tensor(model.first.weight.data, init_device_mesh("cpu", (1,))))
+    with pytest.raises(ValueError, match="must hold whole weights; first.weight is a DTensor"):
+        skeleton_of(model)

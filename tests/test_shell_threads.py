@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bayesformer.model.pool import ShellPool
+from bayesformer.model.shell_pool import ShellPool
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from tests.shell_zoo import Net, batch_norm, encoder, encoder_later_layers

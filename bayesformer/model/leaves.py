@@ -14,7 +14,7 @@ from bayesformer.model.admission import address, refuse_tensor, span, view_key
 UNNAMED = "a tensor among the model's attributes"
 
 
-class Part(NamedTuple):
+class StridedPart(NamedTuple):
     """Shape, strides and first place of a view, counted from the first number of a contiguous weight."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Leaf:
     kind: type[Tensor] = Tensor
     requires_grad: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
-    part: Part | None = None  # of a "window": which numbers of the inferred weight it shows
+    part: StridedPart | None = None  # of a "window": which numbers of the inferred weight it shows
 
 
 def leaves_of(
@@ -66,7 +66,7 @@ def leaves_of(
         home = None if id(tensor) in buffers else _home(tensor, weights, homes)
         if home is not None:
             start = int(tensor.storage_offset() - weights[home].storage_offset())
-            part = Part(tuple(tensor.shape), tensor.stride(), start)
+            part = StridedPart(tuple(tensor.shape), tensor.stride(), start)
             found[place] = Leaf("window", home, weights[home].detach(), part=part)
         else:
             found[place] = Leaf("own", name, tensor.detach().clone(), attributes=dict(tensor.__dict__))

@@ -61,7 +61,7 @@ def dump(skeleton: Skeleton) -> tuple[bytes, dict[str, Tensor]]:
     state = {key: getattr(skeleton, key) for key in CARRIED}
     try:
         writer.dump(state)
-    except (TypeError, pickle.PicklingError, AttributeError) as error:
+    except Exception as error:  # whatever the own code of an attribute's class raises
         raise ValueError(
             f"model must be able to leave the process; something it holds is not: {error}. "
             "Remove it from the model or work without processes."

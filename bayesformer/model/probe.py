@@ -49,7 +49,7 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
     modes = [(part, part.training) for part in module.modules()]
     buffers = {name: tensor.clone() for name, tensor in shell.buffers.items()}
     versions = _versions(shell)
-    watch = Watch(*_watched(shell), {id(p): name for name, p in module.named_parameters()})
+    watch = ForeignWatch(*_watched(shell), {id(p): name for name, p in module.named_parameters()})
     try:
         with (
             _random_states(shell.theta.device),
@@ -74,7 +74,7 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
     return report
 
 
-class Watch(TorchFunctionMode):
+class ForeignWatch(TorchFunctionMode):
     """Notes every operation of this thread that receives one of the given tensors, or a view of given memory.
 
     Tensors are given by identity, memory by address; `own` are the weights of the module itself, by identity.

@@ -147,7 +147,13 @@ class Skeleton:
         with torch.inference_mode(False), torch.no_grad():
             for place, leaf in self.leaves.items():
                 table[place] = resolve(leaf)
-            module, hooks = Build(self.data, table).load()
+            try:
+                module, hooks = Build(self.data, table).load()
+            except Exception as error:  # whatever the own code of an attribute's class raises
+                raise ValueError(
+                    f"model must hold only what can be copied; copying it failed: {error}. "
+                    "Remove the attribute from the model, or give its class a working __reduce__."
+                ) from error
         return module, hooks, alive
 
     def portable(self) -> tuple[bytes, dict[str, Tensor]]:
