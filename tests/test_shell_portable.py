@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from bayesformer.model.calling import apply
-from bayesformer.model.shell_pool import ShellPool
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from tests.shell_transformers import CASES as TRANSFORMERS
@@ -125,9 +124,6 @@ def test_pickle_and_deepcopy():
     skeleton = Skeleton(model, Space.of(model))
     assert copy.deepcopy(skeleton) is skeleton
     assert torch.equal(pickle.loads(pickle.dumps(skeleton)).shell()(x), apply(model, x))
-    pool = copy.deepcopy(ShellPool(skeleton))
-    with pool.borrow() as shell:
-        assert torch.equal(shell(x), model(x))
 
 
 def test_what_cannot_leave_is_told():

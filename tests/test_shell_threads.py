@@ -2,11 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
-from bayesformer.model.shell_pool import ShellPool
+from bayesformer.core.pool import Pool
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from tests.shell_zoo import Net, batch_norm, encoder, encoder_later_layers
@@ -27,7 +28,7 @@ def transformer():
 def test_eight_threads_get_what_one_gets(make, mode):
     case = make()
     case.model.eval()
-    pool = ShellPool(Skeleton(case.model, Space.of(case.model, case.infer)))
+    pool = Pool(partial(Skeleton(case.model, Space.of(case.model, case.infer)).shell, gradients=False))
     with pool.borrow() as shell:
         thetas = shell.theta + 0.1 * torch.randn(THREADS, len(shell.theta))
 
@@ -70,7 +71,7 @@ def test_training_in_threads_is_training_alone():
 
 
 def test_a_shell_held_by_one_thread_does_not_stop_another():
-    pool = ShellPool(Skeleton(model := Net(), Space.of(model)), keep=1)
+    pool = Pool(Skeleton(model := Net(), Space.of(model)).shell)
     inside, done = threading.Event(), threading.Event()
 
     def hold():
@@ -87,23 +88,21 @@ def test_a_shell_held_by_one_thread_does_not_stop_another():
     holder.join()
 
 
-def test_a_pool_keeps_a_few_prepares_each_once_and_drops_the_failed():
-    prepared = []
-    pool = ShellPool(Skeleton(model := Net(), Space.of(model)), keep=1, prepare=prepared.append)
+def test_a_pool_keeps_what_comes_back_and_drops_the_failed():
+    made = []
+    skeleton = Skeleton(model := Net(), Space.of(model))
+    pool = Pool(lambda: made.append(skeleton.shell()) or made[-1])
     with pool.borrow() as one, pool.borrow() as two:
         assert one is not two
     with pool.borrow() as again:
-        assert again is two or again is one
-    assert len(prepared) == 2
+        assert again in (one, two)
+    assert len(made) == 2
 
     def fail():
-        with pool.borrow() as shell:
-            prepared.append(shell)
+        with pool.borrow(), pool.borrow():
             raise KeyError("x")
 
     with pytest.raises(KeyError):
         fail()
     with pool.borrow() as fresh:
-        assert fresh is not again
-    with pytest.raises(ValueError, match="keep must be at least 0; got -1"):
-        ShellPool(pool.skeleton, keep=-1)
+        assert fresh not in (one, two)
