@@ -19,7 +19,7 @@ from bayesformer.data.indexed import Indexed
 from bayesformer.data.inputs import as_tensors
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.ragged import Padding, is_ragged
-from bayesformer.data.streams import Stream, Streamed
+from bayesformer.data.streams import Stream, Streamed, length_of
 from bayesformer.data.torch_datasets import Items, examples_of, is_indexable, is_loader, loading_of
 from bayesformer.data.unlabelled import InputBatches, ReadInputs, TensorInputs
 from bayesformer.types import Batch
@@ -178,6 +178,6 @@ def _read(
     if is_indexable(data) and not isinstance(data, str | bytes | Tensor | np.ndarray):
         return Indexed(Items(data, name, collate, padding), name)
     if hasattr(data, "__iter__") and not isinstance(data, str | bytes | Tensor | np.ndarray):
-        count = len(data) if num_data is None and hasattr(data, "__len__") else num_data
+        count = length_of(data) if num_data is None else num_data
         return Streamed(data, count, collate or partial(collate_items, padding=padding, name=name), name)
     raise ValueError(f"{name} must be {FORMS}; got {type(data).__name__}.")
