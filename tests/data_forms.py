@@ -1,6 +1,5 @@
 """The same eleven examples in every form that data can have."""
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
@@ -101,7 +100,3 @@ def rows(batch):
     numbers = (inputs[..., 0] / 2).long()
     assert torch.equal(batch.targets, numbers % 3)
     return numbers
-
-
-def noisy_numpy(x):
-    return x + np.random.rand()  # noqa: NPY002

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from bayesformer.data.batches import Batches
 from bayesformer.data.collating import collate as collate_items
 from bayesformer.data.columns import Columns, ColumnTable, is_table
-from bayesformer.data.in_memory import Data, InMemory
+from bayesformer.data.in_memory import Data, InMemory, join
 from bayesformer.data.indexed import Indexed
 from bayesformer.data.inputs import as_tensors
 from bayesformer.data.labels import drop_labels, split_labels
@@ -111,10 +111,7 @@ def as_data(data: DataLike, name: str = "data") -> Data:
     batches = as_batches(data, name)
     if batches.tensors is not None:
         return batches.tensors
-    parts = list(batches.in_order(max(1, batches.num_data or 1)))
-    if len(parts) > 1:
-        raise ValueError(f"{name} must be small enough to be read as one batch here; got {type(data).__name__}.")
-    return Data(*parts[0])
+    return Data(*join(list(batches.in_order(batches.num_data or 256)), name))
 
 
 def _as_data(data: Any, name: str) -> Data | None:
