@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -206,11 +207,16 @@ def test_a_random_stream_is_repeatable_and_leaves_the_callers_streams_alone():
 
 
 def test_threads_do_not_see_each_others_seeds():
-    alone = [inputs(as_batches(Augmented("numpy")), number=e) for e in range(8)]
+    class Slow(Augmented):
+        def __getitem__(self, i):
+            time.sleep(1e-3)  # lets another thread in between seeding and drawing
+            return super().__getitem__(i)
+
+    alone = [inputs(as_batches(Slow("numpy")), number=e) for e in range(8)]
     found = {}
 
     def read(number):
-        found[number] = inputs(as_batches(Augmented("numpy")), number=number)
+        found[number] = inputs(as_batches(Slow("numpy")), number=number)
 
     threads = [threading.Thread(target=read, args=(e,)) for e in range(8)]
     for thread in threads:

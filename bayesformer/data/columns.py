@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bayesformer.data.collating import collate_columns
-from bayesformer.data.indexed import seed_example
+from bayesformer.data.global_random import seed_states
 from bayesformer.data.labels import LABEL_KEYS
 from bayesformer.data.ragged import Padding
 
@@ -18,7 +18,7 @@ class Columns:
 
     Columns of text are left out, since models take numbers (a tokenised dataset still has its text), and so are those
     whose names are not in `keys`, the names of what the model takes, if they are given. Random transforms of a table
-    act on whole batches, and are seeded per batch.
+    act on whole batches, and are seeded by its first example.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class Columns:
 
     def read(self, indices: list[int], seeds: Sequence[int] | None) -> Any:
         """The examples at `indices` as one dict of columns."""
-        seed_example(seeds, -1)
+        if seeds is not None:
+            seed_states(seeds[0])
         columns = dict(self.table[indices])
         if self.collate_fn is not None:
             return self.collate_fn([{key: column[i] for key, column in columns.items()} for i in range(len(indices))])
