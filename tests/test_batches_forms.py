@@ -179,6 +179,30 @@ class TestTables:
         batch = only(Formatted(input_ids=[[1], [2, 3]], label=[0, 1]))
         assert batch.inputs["input_ids"].tolist() == [[1, 0], [2, 3]]
 
+    def test_a_table_in_the_numpy_format_gives_arrays(self):
+        class Formatted(Table):
+            def __getitem__(self, index):
+                rows = super().__getitem__(index)
+                ragged = np.empty(len(index), dtype=object)
+                ragged[:] = [np.array(row) for row in rows["input_ids"]]
+                return {"input_ids": ragged, "text": np.array(rows["text"]), "label": np.array(rows["label"])}
+
+        batch = only(Formatted(input_ids=[[1], [2, 3]], text=["a", "bc"], label=[0, 1]))
+        assert batch.inputs["input_ids"].tolist() == [[1, 0], [2, 3]]
+        assert set(batch.inputs) == {"input_ids", "attention_mask"}
+
+    def test_a_streamed_table_leaves_text_out(self):
+        class Streaming(IterableDataset):
+            column_names = ("input_ids", "text", "idx", "label")
+
+            def __iter__(self):
+                for i in range(3):
+                    yield {"input_ids": [i] * (i + 1), "text": "a" * i, "idx": i, "label": i}
+
+        batch = only(Stream(Streaming(), num_data=3), keys=["input_ids"])
+        assert batch.inputs["input_ids"].tolist() == [[0, 0, 0], [1, 1, 0], [2, 2, 2]]
+        assert set(batch.inputs) == {"input_ids", "attention_mask"}
+
     def test_columns_of_a_tokenizer(self):
         batch = only({**_tokenizer("right")(["a", "a b"]), "labels": [0, 1]})
         assert batch.inputs["attention_mask"].tolist() == [[1, 0], [1, 1]]

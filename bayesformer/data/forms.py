@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from bayesformer.data.batches import Batches
 from bayesformer.data.collating import collate as collate_items
-from bayesformer.data.columns import Columns, ColumnTable, is_table
+from bayesformer.data.columns import Columns, ColumnTable, collate_rows, is_table
 from bayesformer.data.in_memory import Data, InMemory, join
 from bayesformer.data.indexed import Indexed
 from bayesformer.data.inputs import as_tensors
@@ -176,5 +176,6 @@ def _read(
         return Indexed(Items(data, name, collate, padding), name)
     if hasattr(data, "__iter__") and not isinstance(data, str | bytes | Tensor | np.ndarray):
         count = length_of(data) if num_data is None else num_data
-        return Streamed(data, count, collate or partial(collate_items, padding=padding, name=name), name)
+        default = partial(collate_rows, keys=keys) if hasattr(data, "column_names") else collate_items
+        return Streamed(data, count, collate or partial(default, padding=padding, name=name), name)
     raise ValueError(f"{name} must be {FORMS}; got {type(data).__name__}.")
