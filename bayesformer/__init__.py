@@ -9,7 +9,7 @@ and a target give a score (`bayesformer.evaluate`).
 """
 
 from bayesformer import attention
-from bayesformer.dataset import Data
+from bayesformer.data import Data, Stream
 from bayesformer.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.fitting import fit
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
@@ -42,6 +42,7 @@ from bayesformer.posterior import Posterior
 from bayesformer.predictive import CategoricalPredictive, GaussianPredictive
 from bayesformer.priors import Prior
 from bayesformer.train import Training
+from bayesformer.types import Batch
 from bayesformer.version import __version__
 
 keep_freed()
@@ -49,6 +50,7 @@ keep_freed()
 __all__ = [
     "Attention",
     "Baoab",
+    "Batch",
     "Bernoulli",
     "Categorical",
     "CategoricalPredictive",
@@ -73,6 +75,7 @@ __all__ = [
     "Sghmc",
     "Sgld",
     "Sgnht",
+    "Stream",
     "Swag",
     "Training",
     "TrainingDivergedError",
