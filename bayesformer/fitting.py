@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
+from bayesformer.core.strategy import Strategy
 from bayesformer.dataset import DataLike, as_data
-from bayesformer.engine import Strategy
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.methods import Method, Mle, Problem, build_method
 from bayesformer.posterior import Posterior
@@ -42,8 +42,8 @@ def fit(
         validation: data for early stopping; without it the last epoch is kept.
         training: how to train.
         seed: decides starts, data order and dropout; equal seeds give equal results on one machine.
-        strategy: how members run: "auto" (measured), "looped", "batched" or "processes".
-        workers: processes that "processes" may use; all cores by default.
+        strategy: how members run: "auto" (by the size of the problem), "looped", "batched" or "processes".
+        workers: processes for the members, used if there are two or more; starting them takes seconds.
         checkpoint: a folder for checkpoints; an interrupted fit called again resumes from it.
         progress: show progress bars; by default on a terminal.
     """

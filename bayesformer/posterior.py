@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from bayesformer import likelihoods, links
 from bayesformer.attention import AttentionMap, MapRecorder, families
+from bayesformer.core.strategy import Strategy
 from bayesformer.dataset import check_inputs, first_tensor, map_inputs
 from bayesformer.dropout import dropout_sites
-from bayesformer.engine import Strategy
 from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.likelihoods import Likelihood
 from bayesformer.links import Link
@@ -134,8 +134,9 @@ class Posterior:
             predictive: "sampled", "linearised" or "streamlined"; the posterior's own way by default.
             seed: of the draws.
             batch_size: examples at a time.
-            strategy: how draws run, for "sampled": "auto" (measured), "looped", "batched" or "processes".
-            workers: processes that "processes" may use.
+            strategy: how draws run, for "sampled": "auto" (by the size of the problem), "looped", "batched" or
+                "processes".
+            workers: processes for the draws, used if there are two or more; starting them takes seconds.
             reporter: told of progress.
             settings: for "streamlined", a `bayesformer.predict.streamlined.Settings`.
         """

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
-from bayesformer.engine import Strategy
+from bayesformer.core.strategy import Strategy
 from bayesformer.functional import THETA
 from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag
 from bayesformer.layers import convert

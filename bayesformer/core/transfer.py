@@ -97,7 +97,8 @@ class _Pickler(CloudPickler):
         elif obj.device.type != "cpu" or obj.is_conj() or obj.is_neg():
             return super().reducer_override(obj)
         shape = obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride()
-        return _view, (self._memory(obj), *shape, obj.requires_grad, isinstance(obj, nn.Parameter)), state
+        made = _view, (self._memory(obj), *shape, obj.requires_grad, isinstance(obj, nn.Parameter))
+        return made if state is None else (*made, state, None, None, _set_attributes)
 
     def _memory(self, tensor: Tensor) -> _Stored:
         """The same object for all tensors that share memory, so that the bytes are written once."""
@@ -141,6 +142,10 @@ def _open(path: str) -> dict[str, Tensor]:
 
 def _entry(tensors: dict[str, Tensor], key: str) -> Tensor:
     return tensors[key]
+
+
+def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _view(

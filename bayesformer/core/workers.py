@@ -22,6 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -221,25 +222,34 @@ class _Slot:
         self.unfinished = ""  # a line of news of which only the beginning is there
         self.task: tuple[int, Any, bytes] | None = None  # the one it works on
         self.call = 0  # the call whose function it has
+        self.future: Future[Any] | None = None  # of the last thing it was given
 
     def begin(self, call: _Call) -> Future[bytes | None]:
         """Give the worker the next task that waits."""
-        self.task = call.waiting.popleft()
-        if self.executor is None:
-            self._start()
-        fn = None if self.call == call.number else call.fn
-        self.call = call.number
-        return self.executor.submit(_work, call.number, fn, self.task[2])
+        self.task = task = call.waiting.popleft()
+        try:
+            return self._send(call, task)
+        except BrokenProcessPool:  # the process died while it had nothing to do
+            self.stop()
+            return self._send(call, task)
 
     def resend(self, call: _Call) -> Future[bytes | None]:
         """Give the worker its task again, with the function."""
         assert self.task is not None
-        return self.executor.submit(_work, call.number, call.fn, self.task[2])
+        self.call = 0
+        return self._send(call, self.task)
+
+    def _send(self, call: _Call, task: tuple[int, Any, bytes]) -> Future[bytes | None]:
+        self.task = task
+        if self.executor is None:
+            self._start()
+        fn = None if self.call == call.number else call.fn
+        self.call = call.number
+        self.future = self.executor.submit(_work, call.number, fn, task[2])
+        return self.future
 
     def end(self, future: Future[bytes | None]) -> tuple[int, Any]:
         """The index of the task and its result, its `Failure`, or that the worker wants the function again."""
-        from joblib.externals.loky import BrokenProcessPool
-
         assert self.task is not None
         index, argument, _ = self.task
         try:
@@ -258,16 +268,20 @@ class _Slot:
         """Kill the worker if it is busy; else let it forget its function, whose tensors may be mapped."""
         if self.task is not None:
             self.stop()
-        elif self.executor is not None:
+        elif self.executor is not None and self.call:
             self.call = 0
-            self.executor.submit(_forget)
+            try:
+                self.future = self.executor.submit(_forget)
+            except BrokenProcessPool:
+                self.stop()
 
     def stop(self) -> None:
         """End the process at once, whatever it does."""
         self.task, self.call = None, 0
         if self.executor is not None:
+            self._wait_until_taken()
             self.executor.shutdown(wait=True, kill_workers=True)
-            self.executor = None
+            self.executor = self.future = None
             self.news.close()
             self.words.close()
 
@@ -280,6 +294,12 @@ class _Slot:
         self.unfinished = lines.pop()
         for line in lines:
             reporter.update(*json.loads(line))
+
+    def _wait_until_taken(self) -> None:
+        """Let loky's thread take what was submitted last, a millisecond: in between, a shutdown makes it raise."""
+        end = time.monotonic() + 1.0
+        while self.future and not (self.future.running() or self.future.done()) and time.monotonic() < end:
+            time.sleep(0.001)
 
     def _start(self) -> None:
         from joblib.externals.loky import ProcessPoolExecutor

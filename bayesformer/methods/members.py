@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -15,16 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import attention_kl, families
-from bayesformer.dataset import Data
-from bayesformer.dropout import dropout_sites
-from bayesformer.engine import run_members
+from bayesformer.core.strategy import MemberResults, largest_tensor, run_members
+from bayesformer.dataset import Data, tensors_of
 from bayesformer.errors import unknown_name
 from bayesformer.functional import THETA
 from bayesformer.inference import optimise
 from bayesformer.layers import IMPROVED
 from bayesformer.likelihoods import Likelihood
 from bayesformer.methods.problem import Problem, check_problem
-from bayesformer.network import FlatLogJoint, FlatModel, Layout, device_of, is_stochastic, reinitialise, trainable
+from bayesformer.network import (
+    FlatLogJoint,
+    FlatModel,
+    Layout,
+    apply,
+    device_of,
+    is_stochastic,
+    reinitialise,
+    trainable,
+)
 from bayesformer.priors import Prior, as_prior
 from bayesformer.progress import Reporter
 from bayesformer.seeds import stream
@@ -170,7 +177,7 @@ class TrainTask:
         }
 
     def trial(self, members: Sequence[int]) -> Callable[[], object]:
-        """One step on the first batch."""
+        """One step on the first batch, to see whether members can share it."""
         job = self.job(members)
         size = min(self.training.batch_size, len(self.data))
         index = torch.arange(size, device=job.theta.device)
@@ -178,11 +185,6 @@ class TrainTask:
         state = job.transform.init({THETA: job.theta})
         job.model.module.train()
         return lambda: job.transform.update(state, batch)
-
-    @property
-    def units(self) -> int:
-        """Steps."""
-        return self.training.epochs * -(-len(self.data) // self.training.batch_size)
 
     @cached_property
     def _example(self) -> nn.Module:
@@ -194,12 +196,23 @@ class TrainTask:
         return device_of(self._example)
 
     @cached_property
-    def signature(self) -> str:
-        """Model, algorithm, batch and number of steps."""
-        rates = [getattr(module, name) for module, name in dropout_sites(self._example)]
-        batch = self.data.take(slice(0, self.training.batch_size))
-        text = f"{self._example}{rates}{self.build}{self.subset}{batch.targets.shape}{self.units}{self.device}"
-        return "train " + hashlib.sha256(text.encode()).hexdigest()[:12]
+    def weights(self) -> int:
+        """Weights that are trained."""
+        return Layout.of(self._example).size
+
+    def largest(self) -> int:
+        """Numbers in the largest tensor of a pass in evaluation mode on the first batch."""
+        model = copy.deepcopy(self._example).eval()
+        batch = self.data.to(self.device).take(slice(0, self.training.batch_size))
+        with torch.no_grad(), stream(self.seed, "largest"):
+            return largest_tensor(lambda: apply(model, batch.inputs))
+
+    def shared(self) -> Mapping[str, Tensor]:
+        """The model that was given and the data."""
+        found = [*tensors_of(self.data.inputs), self.data.targets]
+        if isinstance(self.source, nn.Module):
+            found += [*self.source.parameters(), *self.source.buffers()]
+        return {str(i): tensor for i, tensor in enumerate(found) if tensor.device.type == "cpu"}
 
     def why_not_batched(self) -> str | None:
         """Members in lockstep share one pass, which must be free of noise and of state of its own."""
@@ -247,7 +260,7 @@ def task_of(problem: Problem, label: str, **options: Any) -> TrainTask:
     )
 
 
-def run(task: TrainTask, members: int, problem: Problem) -> tuple[nn.Module, Params]:
+def run(task: TrainTask, members: int, problem: Problem) -> tuple[nn.Module, MemberResults]:
     """Check the problem, train all members; returns member 0's untrained model and the results by name."""
     model = task.model(0)
     if task.prior is not None:
@@ -257,12 +270,13 @@ def run(task: TrainTask, members: int, problem: Problem) -> tuple[nn.Module, Par
     return model.eval(), result
 
 
-def facts_of(name: str, method: Any, problem: Problem, result: Params) -> dict[str, Any]:
+def facts_of(name: str, method: Any, problem: Problem, result: MemberResults) -> dict[str, Any]:
     """What is known of a posterior's making."""
     return {
         "method": {"name": name, **asdict(method)},
         "training": asdict(problem.training),
         "seed": problem.seed,
+        "strategy": result.strategy,
         "num_data": len(problem.data),
         "data": problem.data.fingerprint(),
         "epochs": result["epochs"].tolist(),

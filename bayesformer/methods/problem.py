@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from bayesformer.core.strategy import Strategy
 from bayesformer.dataset import Data
-from bayesformer.engine import Strategy
 from bayesformer.likelihoods import Likelihood
 from bayesformer.network import apply, device_of
 from bayesformer.posterior import Posterior

@@ -7,19 +7,18 @@ separate passes would make.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesformer.attention import attention_mode, families
 from bayesformer.attention.noise import streams
+from bayesformer.core.strategy import Strategy, largest_tensor, run_members
 from bayesformer.dataset import first_tensor, map_inputs, tensors_of
-from bayesformer.engine import Strategy, run_members
 from bayesformer.network import FlatModel, apply, batched_outputs, stochastic_mode
 from bayesformer.progress import Reporter, Silent
 from bayesformer.seeds import fold, stream
@@ -66,7 +65,7 @@ class PredictTask:
         return {VALUES: torch.cat(parts, 1)}
 
     def trial(self, members: Sequence[int]) -> Callable[[], object]:
-        """One batch."""
+        """One batch, to see whether draws can share it."""
         chunk = next(self.chunks())
         if len(members) > 1 and self.noisy:
             return lambda: self._together(members, [chunk])
@@ -83,7 +82,7 @@ class PredictTask:
 
     @property
     def chunk(self) -> int | None:
-        """Draws per pass, where they share their weights; None leaves it to the engine."""
+        """Draws per pass, where they share their weights; None leaves it to `run_members`."""
         if not self.noisy or self.device.type != "cpu":
             return None
         numbers = first_tensor(next(self.chunks())).numel()
@@ -103,24 +102,38 @@ class PredictTask:
             yield map_inputs(self.inputs, lambda x, a=start: x[a : a + self.batch_size])
 
     @property
-    def units(self) -> int:
-        """Batches."""
-        return -(-len(first_tensor(self.inputs)) // self.batch_size)
-
-    @property
     def device(self) -> torch.device:
         """The weights' device."""
         return self.theta.device
 
-    @cached_property
-    def signature(self) -> str:
-        """Model, batch and number of batches."""
-        shapes = [(min(len(t), self.batch_size), *t.shape[1:]) for t in tensors_of(self.inputs)]
-        text = f"{self.model.layout}{shapes}{self.units}{self.noisy}{self.attention}{self.model.module}{self.device}"
-        return "predict " + hashlib.sha256(text.encode()).hexdigest()[:12]
+    @property
+    def weights(self) -> int:
+        """Weights of a draw; 0 where draws differ by noise alone."""
+        return 0 if self.noisy else self.theta.shape[-1]
+
+    def largest(self) -> int:
+        """Numbers in the largest tensor of a pass on the first batch."""
+        with stream(self.seed, "largest"):
+            return self._known("largest", lambda: largest_tensor(self.trial([0])))
+
+    def shared(self) -> Mapping[str, Tensor]:
+        """The draws, the model and the inputs."""
+        found = [self.theta, *self.buffers.values(), *tensors_of(self.inputs), *self.model.module.parameters()]
+        return {str(i): tensor for i, tensor in enumerate(found) if tensor.device.type == "cpu"}
 
     def why_not_batched(self) -> str | None:
         """Noise of separate streams has a batched form in attention only, and some models cannot be vmapped."""
+        return self._known("why_not_batched", self._why_not_batched)
+
+    def _known(self, question: str, find: Callable[[], Any]) -> Any:
+        """The answer that this model gave before to inputs of these shapes; to find it takes a pass or two."""
+        shapes = tuple((min(len(t), self.batch_size), *t.shape[1:]) for t in tensors_of(self.inputs))
+        key = (question, shapes, self.noisy, self.attention)
+        if key not in self.model.answers:
+            self.model.answers[key] = find()
+        return self.model.answers[key]
+
+    def _why_not_batched(self) -> str | None:
         if self.noisy:
             return self._why_not_together()
         if self.attention:
