@@ -289,7 +289,8 @@ class _Slot:
         """Pass on what the worker has reported and written to standard error since the last time."""
         if self.executor is None:
             return
-        sys.stderr.write(self.words.read())
+        if (words := self.words.read()) and sys.stderr is not None:
+            sys.stderr.write(words)
         lines = (self.unfinished + self.news.read()).split("\n")
         self.unfinished = lines.pop()
         for line in lines:
