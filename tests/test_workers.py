@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bayesformer.core import workers
+from bayesformer.core import serving, workers
 from bayesformer.core.transfer import mapped_file, pack, pack_result, unpack
 from bayesformer.core.workers import Failure, Workers, run_in_processes
 from bayesformer.errors import WorkerDiedError
@@ -215,6 +215,14 @@ def test_a_caller_that_stops_early_leaves_no_work_behind(pool, tmp_path):
     assert marks(tmp_path, "begun") == begun
 
 
+def test_an_interrupt_is_for_the_parent_to_act_on(pool):
+    def interrupted(x, _):
+        os.kill(os.getpid(), signal.SIGINT)
+        return x
+
+    assert in_order(run_in_processes(interrupted, range(2), pool)) == [0, 1]
+
+
 def test_a_worker_that_dies_idle_or_forgets_is_replaced(pool):
     pids = {pid for _, pid in run_in_processes(lambda x, _: (time.sleep(0.3), os.getpid())[1], range(2), pool)}
     for pid in pids:
@@ -222,7 +230,7 @@ def test_a_worker_that_dies_idle_or_forgets_is_replaced(pool):
     time.sleep(0.5)
 
     def forgets(x, _):  # as a process that loky started anew between two tasks would
-        workers._forget()
+        serving.forget()
         return x
 
     assert sorted(run_in_processes(forgets, range(5), pool)) == [(i, i) for i in range(5)]
@@ -231,10 +239,10 @@ def test_a_worker_that_dies_idle_or_forgets_is_replaced(pool):
 def test_inside_a_worker_everything_runs_in_the_loop(pool):
     def nested(x, reporter):
         inner = run_in_processes(lambda y, _: os.getpid(), range(3), 2, reporter)
-        return workers.in_worker(), workers.cores(), {pid for _, pid in inner} == {os.getpid()}
+        return serving.in_worker(), workers.cores(), {pid for _, pid in inner} == {os.getpid()}
 
     assert in_order(run_in_processes(nested, range(2), pool)) == [(True, 1, True)] * 2
-    assert not workers.in_worker()
+    assert not serving.in_worker()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

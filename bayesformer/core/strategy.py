@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bayesformer.core.workers import Workers, check_workers, cores, in_worker, run_in_processes
+from bayesformer.core.serving import in_worker
+from bayesformer.core.workers import Workers, check_workers, cores, run_in_processes
 from bayesformer.errors import unknown_name
 from bayesformer.progress import Reporter, Silent
 from bayesformer.types import Params
