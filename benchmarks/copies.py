@@ -96,11 +96,10 @@ def run(name: str, which: str) -> None:
 
 
 def ratio(name: str, which: str) -> float:
-    """Copies of the model at the peak of a method, beyond a plain step (LoRA) or beyond the model alone (all)."""
-    beyond = "plain" if which == "lora" else "base"
+    """Copies of the model at the peak of a method, beyond a plain step with LoRA: its model and its activations."""
     peaks = []
-    for what in (name, beyond):
-        command = [sys.executable, "-m", "benchmarks.copies", what, which]
+    for what in ((name, which), ("plain", "lora")):
+        command = [sys.executable, "-m", "benchmarks.copies", *what]
         peaks.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]))
     return (peaks[0] - peaks[1]) / MODEL_MIB
 
