@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class Posterior:
     """the user's own"""
     likelihood: Likelihood
     law: Law
-    space: Space = None  # type: ignore[assignment]
+    space: Space = cast(Space, None)  # noqa: RUF009
     """the inferred weights; by default those of the model that require a gradient"""
     infer: tuple[str, ...] = ()
     """names of the inferred weights in the user's model; by default those of `space`"""
@@ -73,7 +73,7 @@ class Posterior:
     """weights outside the space that no model holds: those that a building function drew at random"""
 
     def __post_init__(self) -> None:
-        if self.space is None:
+        if vars(self)["space"] is None:
             object.__setattr__(self, "space", Space.of(self.model))
         if not self.infer:
             object.__setattr__(self, "infer", self.space.names)
@@ -211,10 +211,10 @@ class Posterior:
             found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
             chosen = self.link if link is None else link
             return self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
-        kinds: list[type[Any]] = []
+        latest: list[Any] = []
         data = as_inputs(inputs, "inputs")
-        tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, kinds))
-        return kinds[0](**tensors)
+        tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, latest))
+        return replace(latest[0], **tensors)
 
     def predict_batches(
         self, inputs: Any, draws: int | None = None, *, link: Link | None = None, seed: int = 0, **options: Any
@@ -225,18 +225,20 @@ class Posterior:
         """
         if self._way(options.pop("predictive", None)) != "sampled":
             raise ValueError("predict_batches needs predictive='sampled'; use predict on parts of the data otherwise.")
-        kinds: list[type[Any]] = []
-        convert = self._converter(link, kinds)
+        latest: list[Any] = []
+        convert = self._converter(link, latest)
         data, size = as_inputs(inputs, "inputs"), options.pop("batch_size", None)
         with self.shells.borrow() as shell:
             sampler = self._sampler(shell, data, draws, seed, options.pop("strategy", "auto"))
             for part in rounds_of(sampler, data.in_order(self._pass_size(sampler, data, size), self.device), convert):
-                yield kinds[0](**part)
+                yield replace(latest[0], **part)
 
-    def _converter(self, link: Link | None, kinds: list[type[Any]]) -> Convert:
+    def _converter(self, link: Link | None, latest: list[Any]) -> Convert:
+        """From outputs to the tensors of a predictive; the predictive itself is put into `latest`."""
+
         def convert(outputs: Tensor) -> Params:
             predictive = self.likelihood.predictive(Draws(outputs), link)
-            kinds[:] = [type(predictive)]
+            latest[:] = [predictive]
             return tensors_of(predictive)
 
         return convert

@@ -56,7 +56,7 @@ def close(a, b, exact):
 
 
 def reference(case, space):
-    """Output and gradient of the user's own model, without filling its .grad; Parameters on one memory are one weight."""
+    """Output and gradient of the user's own model, without filling its .grad; Parameters on one memory are one."""
     model = unwrap(case.model)
     named = dict(model.named_parameters(remove_duplicate=False))
     groups = [list({id(named[n]): named[n] for n in (name, *also)}.values()) for name, also in others(space)]

@@ -329,7 +329,7 @@ def scalar():
 class Windowed(Net):
     def __init__(self):
         super().__init__()
-        self.look = self.first.weight.data[:2].t()
+        self.look = self.first.weight.data[1:3].t()
 
     def forward(self, x):
         return super().forward(x) + self.look.sum()
@@ -428,6 +428,56 @@ def tensors_of_everyone():
     return Case(model, x())
 
 
+def dynamic_int8():
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        model[0] = torch.ao.quantization.quantize_dynamic(model[:1], {nn.Linear})[0]
+    return Case(model, x(), "2.*")
+
+
+def random_generator():
+    """A generator of the model's own: every shell has a copy that starts where the user's stands."""
+    model = Net()
+    model.source = torch.Generator().manual_seed(3)
+    model.forward = types.MethodType(
+        lambda self, x: Net.forward(self, x + 0 * torch.rand(1, generator=self.source)), model
+    )
+    return Case(model, x())
+
+
+def sync_batch_norm():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(batch_norm().model)
+    return Case(model, x())
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x).flatten(1))
+
+
+def channels_last():
+    return Case(Convolved().to(memory_format=torch.channels_last), torch.randn(2, 1, 6, 6), exact=False)
+
+
+def graph():
+    """A graph network of torch-geometric: inspectors, templates and functions among its attributes."""
+    from torch_geometric.nn import GCNConv
+
+    return Case(GCNConv(3, 2), (x(6), torch.randint(6, (2, 12))))
+
+
+def data_parallel():
+    return Case(nn.DataParallel(Net()), x())
+
+
 CASES = {
     make.__name__: make
     for make in (
@@ -437,6 +487,6 @@ CASES = {
         old_spectral_norm, pruned, weight_norm, spectral_norm, orthogonal, lstm, gru, batch_norm, counting, tied,
         tied_by_alias, tied_by_memory, scalar, data_window, parameter_attributes, renormalised_embedding, multihead,
         encoder, encoder_later_layers, compiled, module_compiled, symbolic, quantised_body, function_registry,
-        tensors_of_everyone,
+        tensors_of_everyone, dynamic_int8, random_generator, sync_batch_norm, channels_last, graph, data_parallel,
     )
 }  # fmt: skip

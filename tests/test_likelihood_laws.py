@@ -55,6 +55,20 @@ class Binomial(Likelihood):
 
 
 @dataclass(frozen=True)
+class Probit(Likelihood):
+    """Of one's own, yes or no with probability Φ(f): its second derivatives depend on the target."""
+
+    name: ClassVar[str] = "probit"
+    elementwise: ClassVar[bool] = True
+
+    def log_density(self, outputs, targets):
+        return torch.special.log_ndtr(torch.where(targets > 0, outputs, -outputs))
+
+    def support(self, outputs):
+        return torch.arange(2, device=outputs.device)
+
+
+@dataclass(frozen=True)
 class StudentT(Likelihood):
     """Of one's own, without an end of values: outputs (B, ..., 2) are location and log scale of one number."""
 
@@ -82,11 +96,15 @@ KINDS = {
     "bernoulli": (Bernoulli(), (3, 2), lambda f: D.Bernoulli(logits=f)),
     "poisson": (Poisson(), (3, 2), lambda f: D.Poisson(f.exp())),
     "binomial": (Binomial(), (3, 2), lambda f: D.Binomial(5, logits=f)),
+    "probit": (Probit(), (3, 2), lambda f: D.Bernoulli(torch.special.ndtr(f))),
     "student_t": (StudentT(), (3, 2), lambda f: D.StudentT(4.0, f[..., 0], f[..., 1].exp())),
 }
-OWN = ("binomial", "student_t")
+OWN = ("binomial", "probit", "student_t")
 INFORMATION = {  # of the laws that have no closed form above
     "binomial": lambda f: torch.diag_embed(5 * torch.sigmoid(f) * torch.sigmoid(-f)),
+    "probit": lambda f: torch.diag_embed(
+        (-f * f).exp() / (2 * math.pi * torch.special.ndtr(f) * torch.special.ndtr(-f))
+    ),
     # Lange, Little & Taylor (1989), appendix B: location (ν+1)/(ν+3) σ⁻², log scale 2ν/(ν+3).
     "student_t": lambda f: torch.diag_embed(torch.stack([5 / 7 * (-2 * f[..., 1]).exp(), 0 * f[..., 1] + 8 / 7], -1)),
 }
@@ -121,7 +139,7 @@ def test_gradients_are_finite_differences(kind):
     assert torch.autograd.gradcheck(lambda x: likelihood.log_prob(x, y), f)
 
 
-@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "binomial", "poisson", "gaussian known"])
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli", "binomial", "probit", "poisson", "gaussian known"])
 def test_the_information_is_the_expectation_written_out(kind):
     """Every value of the targets of one example with its probability; counts up to where nothing is left."""
     likelihood, f, _ = case(kind)
@@ -131,7 +149,7 @@ def test_the_information_is_the_expectation_written_out(kind):
     elif kind == "gaussian known":
         targets = torch.zeros(1, 2, dtype=F64)  # the second derivative does not depend on y
     else:
-        values = torch.arange({"bernoulli": 2, "binomial": 6, "poisson": 40}[kind])
+        values = torch.arange({"bernoulli": 2, "probit": 2, "binomial": 6, "poisson": 40}[kind])
         targets = torch.cartesian_prod(values, values)
     weights = torch.stack([likelihood.log_prob(f, y[None]).exp()[0] for y in targets])
     weights = weights if kind != "gaussian known" else torch.ones(1, dtype=F64)
@@ -167,9 +185,10 @@ def test_autograd_finds_the_closed_forms(kind):
 
 
 def test_autograd_on_one_s_own():
-    likelihood, f, _ = case("binomial")
-    torch.testing.assert_close(likelihood.hessian(f), INFORMATION["binomial"](f))
-    torch.testing.assert_close(likelihood.hessian_diagonal(f[:, 0]), INFORMATION["binomial"](f)[:, 0, 0])
+    for kind in ("binomial", "probit"):
+        likelihood, f, _ = case(kind)
+        torch.testing.assert_close(likelihood.hessian(f), INFORMATION[kind](f))
+        torch.testing.assert_close(likelihood.hessian_diagonal(f[:, 0]), INFORMATION[kind](f)[:, 0, 0])
     # StudentT draws its targets: close, and equal from call to call. -∂² log p ranges over ± a few σ⁻².
     likelihood, f, _ = case("student_t")
     found, exact = likelihood.hessian(f), INFORMATION["student_t"](f)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.shell_checks import check
+from tests.shell_transformers import CASES as TRANSFORMERS
 from tests.shell_zoo import CASES
 
 
@@ -10,3 +11,11 @@ from tests.shell_zoo import CASES
 @pytest.mark.parametrize("name", CASES)
 def test_shell_is_the_model(name):
     check(CASES[name]())
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and peft about themselves
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_shell_is_the_transformer(name):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    check(TRANSFORMERS[name]())

@@ -20,7 +20,7 @@ KINDS = ("ggn", "mc", "fisher")
 
 
 def count(kind: str, likelihood: Likelihood, outputs: Tensor, samples: int = 1) -> int:
-    """How many columns there are."""
+    """How many columns an example has: positions times those of a root, or draws."""
     if kind == "ggn":
         return likelihood.positions(outputs).shape[1] * max(likelihood.rank(outputs), 1)
     return samples if kind == "mc" else 1

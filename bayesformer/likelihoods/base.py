@@ -214,7 +214,7 @@ class Likelihood:
         return as_draws(outputs, draws, seed)
 
     def settings(self) -> dict[str, Any]:
-        """The fields, for a file."""
+        """The fields of the dataclass by name, for a file."""
         return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
 
 

@@ -55,7 +55,7 @@ class Categorical(Likelihood):
         return torch.diag_embed(probs) - probs.unsqueeze(-1) * probs.unsqueeze(-2)
 
     def hessian_diagonal(self, outputs: Tensor) -> Tensor:
-        """(B, ..., C): p (1 - p)."""
+        """(B, ..., C): p (1 - p), p = softmax(outputs)."""
         probs = promote(outputs).softmax(-1)
         return probs * (1 - probs)
 

@@ -76,7 +76,7 @@ class CategoricalPredictive:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the questions."""
+        """Shape of the questions: (B,) or (B, T)."""
         return self.log_probs.shape[1:-1]
 
     @cached_property
@@ -142,7 +142,7 @@ class GaussianPredictive:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the questions."""
+        """Shape of the questions: (B,) or (B, T)."""
         return self.means.shape[1:-1]
 
     @cached_property
@@ -212,7 +212,7 @@ class PoissonPredictive:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the questions."""
+        """Shape of the questions: (B,) or (B, T)."""
         return self.log_rates.shape[1:]
 
     @cached_property

@@ -49,7 +49,8 @@ class Gaussian(Likelihood):
 
     def target_shape(self, outputs: Tensor) -> torch.Size:
         """(B, ..., D), the shape of the means."""
-        return outputs.shape if self.scale is not None else outputs.chunk(2, -1)[0].shape
+        width = outputs.shape[-1]
+        return torch.Size([*outputs.shape[:-1], width if self.scale is not None else (width + 1) // 2])
 
     def log_density(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """(B, ...): -½ z² - log(σ √2π), summed over the D values of a position."""

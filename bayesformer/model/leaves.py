@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,14 @@ from torch import Tensor, nn
 from bayesformer.model.admission import address, refuse_tensor, span, view_key
 
 UNNAMED = "a tensor among the model's attributes"
+
+
+class StridedPart(NamedTuple):
+    """Shape, strides and first place of a view, counted from the first number of a contiguous weight."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class Leaf:
     kind: type[Tensor] = Tensor
     requires_grad: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
+    part: StridedPart | None = None  # of a "window": which numbers of the inferred weight it shows
 
 
 def leaves_of(
@@ -56,7 +65,9 @@ def leaves_of(
             continue
         home = None if id(tensor) in buffers else _home(tensor, weights, homes)
         if home is not None:
-            found[place] = Leaf("window", home, tensor.detach())
+            start = int(tensor.storage_offset() - weights[home].storage_offset())
+            part = StridedPart(tuple(tensor.shape), tensor.stride(), start)
+            found[place] = Leaf("window", home, weights[home].detach(), part=part)
         else:
             found[place] = Leaf("own", name, tensor.detach().clone(), attributes=dict(tensor.__dict__))
     return found
@@ -110,7 +121,8 @@ def own(leaf: Leaf) -> Tensor:
     return tensor
 
 
-def window(leaf: Leaf, user: Leaf, weight: Tensor) -> Tensor:
-    """The part of `weight` that a plain tensor shows of the user's, without gradient."""
-    shift = leaf.tensor.storage_offset() - user.tensor.storage_offset()
-    return weight.detach().as_strided(leaf.tensor.shape, leaf.tensor.stride(), weight.storage_offset() + shift)
+def window(leaf: Leaf, weight: Tensor) -> Tensor:
+    """The numbers of a contiguous `weight` that a plain tensor shows of the user's, without gradient."""
+    assert leaf.part is not None
+    shape, stride, start = leaf.part
+    return weight.detach().as_strided(shape, stride, weight.storage_offset() + start)

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from torch import Tensor
+from torch import Tensor, nn
+
+from bayesformer.model.admission import view_key
+from bayesformer.model.walk import reduce_module
 
 if TYPE_CHECKING:
     from bayesformer.model.skeleton import Skeleton
@@ -24,18 +27,20 @@ class _Writer(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors = dict[str, Tensor]()
-        self._keys = dict[int, str]()
+        self._keys = dict[Any, str]()
 
     def persistent_id(self, obj: Any) -> str | None:
-        """A key for every tensor."""
-        if not isinstance(obj, Tensor):
+        """A key for every tensor, the same for equal views of the same memory."""
+        if not issubclass(type(obj), Tensor):
             return None
-        key = self._keys.setdefault(id(obj), str(len(self._keys)))
-        self.tensors[key] = obj.detach()
+        key = self._keys.setdefault(view_key(obj), str(len(self._keys)))
+        self.tensors.setdefault(key, obj.detach())
         return key
 
     def reducer_override(self, obj: Any) -> Any:
         """A new lock for a lock, cloudpickle's own ways for the rest."""
+        if issubclass(type(obj), nn.Module):  # reached from a class or a function: not built, but held
+            return reduce_module(obj)
         maker = LOCKS.get(type(obj))
         return (maker, ()) if maker is not None else super().reducer_override(obj)
 
@@ -56,7 +61,7 @@ def dump(skeleton: Skeleton) -> tuple[bytes, dict[str, Tensor]]:
     state = {key: getattr(skeleton, key) for key in CARRIED}
     try:
         writer.dump(state)
-    except (TypeError, pickle.PicklingError, AttributeError) as error:
+    except Exception as error:  # whatever the own code of an attribute's class raises
         raise ValueError(
             f"model must be able to leave the process; something it holds is not: {error}. "
             "Remove it from the model or work without processes."

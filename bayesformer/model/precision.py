@@ -62,7 +62,7 @@ class Caster:
         return value.to(self.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-class Stage:
+class StagedWeights:
     """Inferred weights of one dtype and device that are not θ's: a vector of their own, filled by casting θ."""
 
     def __init__(self, slices: Mapping[str, slice], shapes: Mapping[str, torch.Size], like: Tensor) -> None:

@@ -44,11 +44,12 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
     If `strict`, raises where the pass uses tensors of the user's own model (through a global variable, a registry of
     its class), for then it would not answer to θ, and where it writes into weights.
     """
+    shell.verify()
     module = shell.module
     modes = [(part, part.training) for part in module.modules()]
     buffers = {name: tensor.clone() for name, tensor in shell.buffers.items()}
     versions = _versions(shell)
-    watch = Watch(*_watched(shell))
+    watch = ForeignWatch(*_watched(shell), {id(p): name for name, p in module.named_parameters()})
     try:
         with (
             _random_states(shell.theta.device),
@@ -66,20 +67,23 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
         for part, mode in modes:
             part.training = mode
     shell.unused = unused
-    written = tuple(name for name, count in _versions(shell).items() if count != versions[name])
+    written = tuple(watch.written) or tuple(name for name, n in _versions(shell).items() if n != versions[name])
     report = Probe(unused, tuple(watch.touched), written, changed)
     if strict:
         _refuse(report)
     return report
 
 
-class Watch(TorchFunctionMode):
-    """Notes every operation of this thread that receives one of the given tensors, or a view of given memory."""
+class ForeignWatch(TorchFunctionMode):
+    """Notes every operation of this thread that receives one of the given tensors, or a view of given memory.
 
-    def __init__(self, tensors: Mapping[int, str], memory: Mapping[int, str]) -> None:
+    Tensors are given by identity, memory by address; `own` are the weights of the module itself, by identity.
+    """
+
+    def __init__(self, tensors: Mapping[int, str], memory: Mapping[int, str], own: Mapping[int, str]) -> None:
         super().__init__()
-        self.tensors, self.memory = tensors, memory
-        self.touched = dict[str, None]()
+        self.tensors, self.memory, self.own = tensors, memory, own
+        self.touched, self.written = dict[str, None](), dict[str, None]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation after looking at its arguments."""
@@ -88,6 +92,8 @@ class Watch(TorchFunctionMode):
                 name = self.tensors.get(id(tensor)) or self.memory.get(address(tensor))
                 if name is not None:
                     self.touched[name] = None
+        if args and id(args[0]) in self.own and _writes(func):
+            self.written[self.own[id(args[0])]] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -95,6 +101,12 @@ def _name(func: Any) -> str:
     """The name of an operation, or of the attribute that is read."""
     plain = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", plain) if plain == "__get__" else plain
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operation writes into its first argument, by the way torch names such operations."""
+    name = getattr(func, "__name__", "")
+    return name in ("__setitem__", "__set__") or name.startswith("__i") or (name[-1:] == "_" and name[-2:] != "__")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from bayesformer.core.compat import named_slots
 from bayesformer.core.types import Params
 from bayesformer.model.calling import apply
 from bayesformer.model.leaves import Leaf, alias, own, window
-from bayesformer.model.precision import Caster, Collector, Stage
+from bayesformer.model.precision import Caster, Collector, StagedWeights
 from bayesformer.model.skeleton import Facts, Skeleton, dress
 from bayesformer.model.space import Space
 
@@ -130,14 +130,16 @@ class Shell:
             )
         return theta.detach()
 
-    def _stages(self) -> list[Stage]:
+    def _stages(self) -> list[StagedWeights]:
         slices, groups = self.space.slices, dict[Any, list[Leaf]]()
         for leaf in self.skeleton.weights.values():
             if self.skeleton.is_staged(leaf):
                 groups.setdefault((leaf.tensor.dtype, leaf.tensor.device), []).append(leaf)
         self._staged = {leaf.name for leaves in groups.values() for leaf in leaves}
         return [
-            Stage({x.name: slices[x.name] for x in leaves}, {x.name: x.tensor.shape for x in leaves}, leaves[0].tensor)
+            StagedWeights(
+                {x.name: slices[x.name] for x in leaves}, {x.name: x.tensor.shape for x in leaves}, leaves[0].tensor
+            )
             for leaves in groups.values()
         ]
 
@@ -162,9 +164,7 @@ class Shell:
             return self.weights[leaf.name]
         if leaf.role == "alias":
             return alias(leaf)
-        if leaf.role == "window":
-            return window(leaf, self.skeleton.weights[leaf.name], self.weights[leaf.name])
-        return own(leaf)
+        return window(leaf, self.weights[leaf.name]) if leaf.role == "window" else own(leaf)
 
     def _prepare(self) -> None:
         for module in self.module.modules():

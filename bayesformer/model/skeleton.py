@@ -101,7 +101,7 @@ class Skeleton:
         def resolve(leaf: Leaf) -> Tensor:
             if leaf.role in ("inferred", "alias"):
                 return alias(leaf, leaf.role == "inferred")
-            return leaf.tensor.detach() if leaf.role == "window" else own(leaf)
+            return window(leaf, leaf.tensor) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
         dress(dict(module.named_parameters()), hooks)
@@ -122,7 +122,7 @@ class Skeleton:
                 return made[leaf.name]
             if leaf.role == "alias":
                 return self._separate(leaf, leaf.tensor) if leaf.requires_grad else alias(leaf)
-            return window(leaf, self.weights[leaf.name], made[leaf.name]) if leaf.role == "window" else own(leaf)
+            return window(leaf, made[leaf.name]) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
         dress({name: p for name, p in made.items() if p.requires_grad}, hooks)
@@ -147,7 +147,13 @@ class Skeleton:
         with torch.inference_mode(False), torch.no_grad():
             for place, leaf in self.leaves.items():
                 table[place] = resolve(leaf)
-            module, hooks = Build(self.data, table).load()
+            try:
+                module, hooks = Build(self.data, table).load()
+            except Exception as error:  # whatever the own code of an attribute's class raises
+                raise ValueError(
+                    f"model must hold only what can be copied; copying it failed: {error}. "
+                    "Remove the attribute from the model, or give its class a working __reduce__."
+                ) from error
         return module, hooks, alive
 
     def portable(self) -> tuple[bytes, dict[str, Tensor]]:

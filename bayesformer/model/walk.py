@@ -128,8 +128,7 @@ class Walk(pickle.Pickler):
 
     def _module(self, module: nn.Module) -> Any:
         refuse_module(module, self.names.get(id(module), "a module among its attributes"))
-        state = {key: value for key, value in module.__dict__.items() if key not in DROPPED}
-        return object.__new__, (type(module),), (state, _slots(module)), None, None, _set_state
+        return reduce_module(module)
 
     def _function(self, function: FunctionType) -> Any:
         scope = self._scopes.setdefault(id(function.__globals__), Scope(function.__globals__))
@@ -169,6 +168,12 @@ def _is_constant(obj: Any) -> bool:
     if type(obj) is BuiltinFunctionType:
         return isinstance(obj.__self__, ModuleType | type(None))
     return type(obj) is FunctionType and not _holds_something(obj)
+
+
+def reduce_module(module: nn.Module) -> Any:
+    """A module by its attributes, whatever its own ways of being copied."""
+    state = {key: value for key, value in module.__dict__.items() if key not in DROPPED}
+    return object.__new__, (type(module),), (state, _slots(module)), None, None, _set_state
 
 
 def _holds_something(function: FunctionType) -> bool:
