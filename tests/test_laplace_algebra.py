@@ -8,7 +8,7 @@ from torch.distributions import MultivariateNormal
 
 from bayesformer.laplace import (
     Groups,
-    Noise,
+    ObservationNoise,
     Quadratic,
     absorb,
     best_of,
@@ -46,7 +46,11 @@ def mode(x, y, d, sigma):
 def quadratic(x, y, theta, sigma, groups=None):
     fit = torch.distributions.Normal(x @ theta, sigma).log_prob(y).sum().item()
     return Quadratic(
-        (DenseCurvature(x.mT @ x / sigma**2),), (theta,), fit, groups or Groups(1, (0,)), noise=ObservationNoise(sigma, len(y))
+        (DenseCurvature(x.mT @ x / sigma**2),),
+        (theta,),
+        fit,
+        groups or Groups(1, (0,)),
+        noise=ObservationNoise(sigma, len(y)),
     )
 
 

@@ -68,7 +68,7 @@ def estimate(
     structure: Form = "kron",
     *,
     kind: Kind | None = None,
-    names: Choice = None,
+    subset: Choice = None,
     batch_size: int | None = None,
     samples: int = 1,
     seed: int = 0,
@@ -95,7 +95,7 @@ def estimate(
             outputs; "mc", its Monte Carlo estimate with targets drawn from the model, at `samples` passes;
             "fisher", the empirical Fisher matrix of the true targets, at one. By default "ggn" for (B, K)
             and "mc" for (B, T, K), where the exact one takes T times as many passes.
-        names: which of the inferred weights to follow: patterns ("*attention*") or a predicate, as for `Space.select`,
+        subset: which of the inferred weights to follow: patterns ("*attention*") or a predicate, as for `Space.select`,
             or "last_layer", the layer that gives the outputs; by default all.
         batch_size: examples at a time; by default 64 (256 on a GPU), or fewer if their outputs are a vocabulary each.
         samples: draws per example of kind="mc".
@@ -120,7 +120,7 @@ def estimate(
     device = model.get_parameter(space.names[0]).device
     few = data.first(PROBE)
     first = inputs_to(few.inputs, device)
-    chosen = last_layer.space_of(model, space, first) if names == "last_layer" else space.select(names)
+    chosen = last_layer.space_of(model, space, first) if subset == "last_layer" else space.select(subset)
     capture = Capture(model, chosen, general)
     outputs, sites = capture.probe(first)
     values = outputs.detach().to(capture.dtype)

@@ -163,18 +163,18 @@ class Laplace:
         module = shell.module.eval()
         for parameter in module.parameters():
             parameter.grad = None
-        names = None if self.subset == "*" else self.subset
+        subset: Choice = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
             chosen = last_layer.space_of(module, prototype.space, prototype.few.inputs)
-            names, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
+            subset, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
         return estimate(
             module,
             prototype.likelihood,
             prototype.data,
             form,
             kind=None if self.curvature == "auto" else self.curvature,
-            names=names,
+            subset=subset,
             samples=self.samples,
             seed=seed,
             rank=self.rank,
