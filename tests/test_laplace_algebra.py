@@ -257,8 +257,8 @@ def test_wrong_input_is_named():
         check_curvature([DiagonalCurvature(torch.tensor([-2.0, 1.0]))], ["b"])
     with pytest.raises(ValueError, match="log_likelihood must be finite; got nan"):
         Quadratic((), (), math.nan, Groups(1, ()))
-    with pytest.raises(ValueError, match="structure must have the form of the old block, Diagonal; got Dense"):
-        absorb(blocks()["diagonal"], DenseCurvature(positive(12)), num_old=1, num_new=1)
+    with pytest.raises(ValueError, match="a form that can be added to the old block, Kronecker; got Dense"):
+        absorb(blocks()["kronecker"], DenseCurvature(positive(12)), num_old=1, num_new=1)
     with pytest.raises(ValueError, match="structure must have the 12 weights of the old block; got 3"):
         absorb(blocks()["dense"], DenseCurvature(positive(3)), num_old=1, num_new=1)
     assert isinstance(blocks()["dense"], Dense)

@@ -14,6 +14,7 @@ from bayesformer.core.progress import bars
 from bayesformer.data import Batches, as_batches
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
+from bayesformer.laplace.earlier import posterior_after, trained_mode
 from bayesformer.laplace.estimate import Curvature, estimate
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
@@ -109,9 +110,13 @@ class Laplace:
         return float(self.start if isinstance(self.prior_precision, str) else self.prior_precision)
 
     def fit(self, problem: Problem) -> Posterior:
-        """Train to the mode, then fit the Gaussian."""
+        """Train to the mode, then fit the Gaussian; an earlier posterior takes the place of the prior."""
         self.check(problem.likelihood, problem.validation)
         prototype = Prototype(problem)
+        if problem.prior is not None:
+            mode, stage = trained_mode(prototype)
+            facts = facts_of("laplace", self, prototype, stage)
+            return posterior_after(self, prototype, mode, problem.seed, facts)
         setting = f"normal(0, {self.precision**-0.5!r})"
         modes = find_modes(prototype, "laplace", setting, 1.0)
         assert modes.stage is not None
