@@ -485,7 +485,7 @@ def test_posteriors_that_cannot_be_used_are_refused():
         Posterior(model, Categorical(), gaussian(theta, torch.ones_like(theta))).outputs(
             strange, predictive="streamlined"
         )
-    with pytest.raises(ValueError, match="must be finite; 1 of 1 examples have NaN or infinite means"):
+    with pytest.raises(ValueError, match="must be finite; 1 of 1 examples have NaN or infinite values in their mean"):
         streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta)), strange)
     model.train()
     refused(gaussian(theta, torch.ones_like(theta)), r"model must be in evaluation mode .* call model.eval\(\)")

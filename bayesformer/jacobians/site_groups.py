@@ -70,7 +70,8 @@ class SiteGroup(NamedTuple):
         return total
 
     def _whole(self, site: Site, g: Tensor, examples: slice) -> Tensor:
-        return site.per_example(g, examples).flatten(2)[..., self.stretch]
+        found = site.per_example(g, examples)
+        return found.reshape(*found.shape[:2], -1)[..., self.stretch]
 
 
 class SiteSignature(NamedTuple):

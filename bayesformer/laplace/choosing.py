@@ -21,6 +21,7 @@ from bayesformer.likelihoods import Likelihood
 from bayesformer.likelihoods.predictive import Predictive
 from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
+from bayesformer.predict.joining import NotFiniteError
 
 EXPONENTS = (-3, 6)  # of ten: precisions that validation tries
 NOISES = (0.1, 10.0, 9)  # times the scale given: from, to, how many
@@ -158,8 +159,11 @@ def mean_log_likelihood(posterior: Posterior, data: Batches) -> float:
         counted = posterior.likelihood.counted(batch.targets, batch.mask)
         if counted is not None and not bool(counted.any()):
             continue
-        predictive = posterior.predict(batch.inputs)
-        if _has_nan(predictive):  # so wide that moments overflow on their way through the network
+        try:
+            predictive = posterior.predict(batch.inputs)
+        except NotFiniteError:  # so wide that moments overflow on their way through the network
+            return math.nan
+        if _has_nan(predictive):
             return math.nan
         answered, targets = posterior.likelihood.pairs(predictive, batch.targets, batch.mask)
         found = answered.log_prob(targets).double()

@@ -79,13 +79,19 @@ def _only_way(module: nn.Module, inputs: Inputs) -> str | None:
     return path if all(g is None for g in found) else None
 
 
+def _is_layer(path: str, module: nn.Module) -> bool:
+    """Whether a module has weights and no modules inside it, but for parametrisations of those weights."""
+    inner = [name for name, _ in module.named_children() if name != "parametrizations"]
+    return not inner and "parametrizations" not in path.split(".") and next(module.parameters(), None) is not None
+
+
 def _last_called(module: nn.Module, inputs: Inputs) -> tuple[str, nn.Module] | None:
     """The last module of a pass that has weights of its own and no children."""
     called: list[tuple[str, nn.Module]] = []
     hooks = [
         own.register_forward_hook(lambda own, _, __, path=path: called.append((path, own)))
         for path, own in module.named_modules()
-        if path and not list(own.children()) and list(own.parameters(recurse=False))
+        if path and _is_layer(path, own)
     ]
     try:
         with torch.no_grad():

@@ -255,7 +255,8 @@ class CovarianceRoots:
         if not uses:
             place, few = self.places[name], like[0, some]
             return like.new_zeros(len(few), len(like), place.stop - place.start)
-        rows = [site.per_example(slope, some).flatten(2) for site, slope in uses]
+        found = [site.per_example(slope, some) for site, slope in uses]
+        rows = [x.reshape(*x.shape[:2], -1) for x in found]
         return sum(rows[1:], rows[0]).transpose(0, 1)
 
 

@@ -10,12 +10,16 @@ from torch import Tensor
 from bayesformer.core.types import GaussianOutputs
 
 
+class NotFiniteError(ValueError):
+    """Outputs or their variances are NaN or infinite; nothing that was computed from them is given to anybody."""
+
+
 def join_outputs(parts: Iterable[GaussianOutputs], num_data: int | None = None) -> GaussianOutputs:
     """Batches end to end, read as they are needed.
 
     Where the number of examples is known, the result is allocated once and no batch is held beside it.
     """
-    pieces = iter(parts)
+    pieces = (_finite(part) for part in parts)
     first = next(pieces, None)
     if first is None:
         raise ValueError("inputs must have at least one example; got none.")
@@ -28,6 +32,19 @@ def join_outputs(parts: Iterable[GaussianOutputs], num_data: int | None = None) 
     for piece in pieces:
         done = _write(result, piece, done)
     return result if done == num_data else GaussianOutputs(*(None if x is None else x[:done] for x in result))  # type: ignore[arg-type]
+
+
+def _finite(part: GaussianOutputs) -> GaussianOutputs:
+    for what, values in (("mean", part.mean), ("variance", part.diagonal), ("variance", part.factor)):
+        # A finite sum has finite terms; only where it is not does every number need to be looked at.
+        if values is None or bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()):
+            continue
+        bad = int((~torch.isfinite(values)).flatten(1).any(1).sum())
+        raise NotFiniteError(
+            f"outputs must be finite; {bad} of {len(values)} examples have NaN or infinite values in their {what}. Are "
+            "the model's own outputs finite on them? A very wide posterior may overflow: use predictive='sampled'."
+        )
+    return part
 
 
 def _write(result: GaussianOutputs, piece: GaussianOutputs, start: int) -> int:
