@@ -91,6 +91,7 @@ class Stage:
     def job(self, members: Sequence[int]) -> Job:
         """The members as one job of the training loop."""
         prototype, steps, count = self.prototype, self.steps, self.problem.num_data
+        random = prototype.randomness  # its trial comes before anything that stays in memory
         starts = [self.start(member) for member in members]
         theta = starts[0].theta if len(members) == 1 else None
         shell = self.skeleton(members[0]).shell(theta=theta)  # the start itself is trained: no copy of it is kept
@@ -116,7 +117,7 @@ class Stage:
             seed=self.problem.seed,
             members=tuple(members),
             steps=steps,
-            randomness=prototype.randomness,
+            randomness=random,
             dropout_rate=prototype.dropout_rate,
             held=prototype.held,
             replacement=self.replacement,
