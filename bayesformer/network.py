@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -18,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from bayesformer.dataset import map_inputs
 from bayesformer.distributions import Distribution, write_score
 from bayesformer.functional import THETA, pieces
 from bayesformer.likelihoods import Likelihood
+from bayesformer.model.randomness import find_randomness, plain_attention
 from bayesformer.priors import Prior
 from bayesformer.types import Batch, Inputs, LogJoint, Params
 
@@ -263,7 +262,7 @@ class FlatLogJoint:
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Params]:
         leaves = {k: v.detach().requires_grad_() for k, v in self.model.layout.views(theta).items()}
         axes = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, batch)
-        with batching():
+        with plain_attention():
             values, outputs = torch.vmap(self.likelihood_part, in_dims=(0, axes))(leaves, batch)
         gradients = torch.autograd.grad(values.sum(), list(leaves.values()))
         grad = torch.empty_like(theta)
@@ -273,15 +272,8 @@ class FlatLogJoint:
 
 def batched_outputs(model: nn.Module, params: Params, inputs: Inputs) -> Tensor:
     """(L, B, ...): outputs on one input under L sets of weights with a leading axis, by one vmap."""
-    with batching():
+    with plain_attention():
         return torch.vmap(lambda weights: call(model, weights, inputs))(params)
-
-
-@contextmanager
-def batching() -> Iterator[None]:
-    """Attention in plain operations: the fused CPU kernel has no batching rule and would run one by one."""
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 def stochastic_mode(model: nn.Module) -> None:
@@ -298,13 +290,10 @@ def stochastic_mode(model: nn.Module) -> None:
 
 
 def is_stochastic(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether two passes on the same input differ, in the mode the model is in."""
+    """Whether a pass draws random numbers in the mode the model is in; its buffers are left as they were."""
     few = map_inputs(inputs, lambda x: x[:2])
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(1)
-        first = apply(model, few)
-        torch.manual_seed(2)
-        return not torch.equal(first, apply(model, few))
+    with torch.no_grad():
+        return find_randomness(model, lambda: apply(model, few)).kind != "none"
 
 
 def reinitialise(model: nn.Module) -> None:

@@ -107,6 +107,7 @@ class Posterior:
         check_inputs(inputs, "inputs")
         count = self.draws if draws is None else draws
         task = self._task(map_inputs(inputs, lambda x: x.to(self.weights.mean.device)), count, seed)
+        _ = task.randomness  # found by a trial pass, which is not to be recorded
         with MapRecorder(self._network.module) as recorder:
             for draw in range(count):
                 recorder.begin()

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from bayesformer.dataset import Data
 from bayesformer.errors import DamagedFileError, TrainingDivergedError
-from bayesformer.functional import THETA, noise_from
+from bayesformer.functional import THETA
 from bayesformer.inference import schedules
 from bayesformer.inference.optimise import Adam
 from bayesformer.inference.schedules import Schedule
 from bayesformer.likelihoods import Likelihood
+from bayesformer.model.randomness import Randomness, find_randomness
 from bayesformer.network import FlatModel, batched_outputs
 from bayesformer.progress import Reporter, Silent
-from bayesformer.seeds import fold, generator, seed_torch
+from bayesformer.seeds import generator
 from bayesformer.storage import read_facts, read_tensors, write_tensors
 from bayesformer.types import Params, Transform
 from bayesformer.version import __version__
@@ -175,18 +176,18 @@ def train(
     label = _label(job.members)
     saved = time.monotonic()
     epochs = job.training.epochs
-    with torch.random.fork_rng():
-        while run.epoch < epochs and not bool(run.stopped.all()):
-            reporter.update(label, run.epoch, epochs, _note(run))
-            start = time.perf_counter()
-            _epoch(run, job)
-            _judge(run, job)
-            run.epoch += 1
-            run.seconds += time.perf_counter() - start
-            ended = run.epoch == epochs or bool(run.stopped.all())
-            if checkpoint is not None and (ended or time.monotonic() - saved >= every_seconds):
-                _save(run, job, checkpoint, identity)
-                saved = time.monotonic()
+    randomness = _randomness(job)
+    while run.epoch < epochs and not bool(run.stopped.all()):
+        reporter.update(label, run.epoch, epochs, _note(run))
+        start = time.perf_counter()
+        _epoch(run, job, randomness)
+        _judge(run, job)
+        run.epoch += 1
+        run.seconds += time.perf_counter() - start
+        ended = run.epoch == epochs or bool(run.stopped.all())
+        if checkpoint is not None and (ended or time.monotonic() - saved >= every_seconds):
+            _save(run, job, checkpoint, identity)
+            saved = time.monotonic()
     reporter.update(label, epochs, epochs)
     rows = run.best_theta if run.best_theta.dim() == 2 else run.best_theta[None]
     buffers = {k: v if len(job.members) > 1 else v[None] for k, v in run.best_buffers.items()}
@@ -231,32 +232,37 @@ def _begin(job: Job) -> _Run:
     )
 
 
-def _epoch(run: _Run, job: Job) -> None:
+def _randomness(job: Job) -> Randomness:
+    """What a training pass draws, by a trial on two examples; members in lockstep have no noise of their own."""
+    if len(job.members) > 1:
+        return Randomness()
+    few = job.data.take(slice(0, 2)).inputs
+    job.model.module.train()
+    return find_randomness(job.model.module, lambda: job.model(few), backward=True)
+
+
+def _epoch(run: _Run, job: Job, randomness: Randomness) -> None:
     data, size = job.data, job.training.batch_size
     orders = [torch.randperm(len(data), generator=generator(job.seed, m, run.epoch, "order")) for m in job.members]
     order = orders[0] if run.best_theta.dim() == 1 else torch.stack(orders)
     order = order.to(run.best_theta.device)
-    seed_torch(fold(job.seed, job.members[0], run.epoch, "noise"))
     job.model.module.train()
     values: list[Tensor] = []
     before = run.epoch * steps_per_epoch(len(data), size)
-    with noise_from([_noise(job, member, run.epoch) for member in job.members]):
-        for start in range(0, len(data), size):
-            batch = data.take(order[..., start : start + size])
+    device = job.theta.device
+    noise = [generator(job.seed, member, run.epoch, "noise", device=device) for member in job.members]
+    for start in range(0, len(data), size):
+        batch = data.take(order[..., start : start + size])
+        with randomness.passing(noise):
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
-            values.append(log_value(run.state))
-            if job.collect is not None and before + len(values) in job.collect.steps:
-                run.draws.append(run.state.params[THETA].clone())
-            if len(values) % CHECK_EVERY == 0:
-                _check_finite(values, run, job)
+        values.append(log_value(run.state))
+        if job.collect is not None and before + len(values) in job.collect.steps:
+            run.draws.append(run.state.params[THETA].clone())
+        if len(values) % CHECK_EVERY == 0:
+            _check_finite(values, run, job)
     _check_finite(values, run, job)
     mean = torch.stack(values).double().mean(0).reshape(-1)
     run.history.append({"log_joint": mean.tolist()})
-
-
-def _noise(job: Job, member: int, epoch: int) -> torch.Generator:
-    device = job.theta.device
-    return torch.Generator(device).manual_seed(fold(job.seed, member, epoch, "algorithm"))
 
 
 def _judge(run: _Run, job: Job) -> None:

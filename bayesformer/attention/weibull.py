@@ -27,8 +27,8 @@ from bayesformer.attention.fused import (
     visible_count,
     visible_sum,
 )
-from bayesformer.attention.noise import log_uniform
 from bayesformer.attention.special import EULER, gammas
+from bayesformer.core.draws import log_uniform_like
 
 
 class Weibull(Family):
@@ -69,7 +69,7 @@ class Weibull(Family):
 
     @staticmethod
     def _noise(logits: Tensor) -> Tensor:
-        return log_uniform(logits).neg_().log_()
+        return log_uniform_like(logits).neg_().log_()
 
     @property
     def _slope(self) -> float:

@@ -24,7 +24,16 @@ from bayesformer.inference import optimise
 from bayesformer.layers import IMPROVED
 from bayesformer.likelihoods import Likelihood
 from bayesformer.methods.problem import Problem, check_problem
-from bayesformer.network import FlatLogJoint, FlatModel, Layout, device_of, is_stochastic, reinitialise, trainable
+from bayesformer.network import (
+    FlatLogJoint,
+    FlatModel,
+    Layout,
+    apply,
+    device_of,
+    is_stochastic,
+    reinitialise,
+    trainable,
+)
 from bayesformer.priors import Prior, as_prior
 from bayesformer.progress import Reporter
 from bayesformer.seeds import stream
@@ -210,6 +219,8 @@ class TrainTask:
             return "every member has frozen weights of its own"
         if self.penalty is not None or is_stochastic(model, few):
             return "the model has dropout or noise, and every member has a noise stream of its own"
+        with torch.no_grad():
+            apply(model, few)
         if any(not torch.equal(before[name], value) for name, value in model.named_buffers()):
             return "training changes the model's buffers (running averages)"
         try:

@@ -29,7 +29,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesformer.core.draws import Generators, drawing_from
-from bayesformer.model.pass_mode import PassMode, bound, device_of, draws_numbers, in_training, taking_generator
+from bayesformer.model.pass_mode import (
+    PassMode,
+    bound,
+    device_of,
+    draws_numbers,
+    in_parts,
+    in_training,
+    taking_generator,
+)
 from bayesformer.seeds import global_streams
 
 
@@ -154,6 +162,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        parts = in_parts(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         if draws_numbers(func):
             given = bound(func, args, kwargs)
             if in_training(func, given):

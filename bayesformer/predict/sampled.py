@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from bayesformer.attention import attention_mode, families
-from bayesformer.attention.noise import streams
 from bayesformer.dataset import first_tensor, map_inputs, tensors_of
 from bayesformer.engine import Strategy, run_members
+from bayesformer.model.randomness import Randomness, find_randomness
 from bayesformer.network import FlatModel, apply, batched_outputs, stochastic_mode
 from bayesformer.progress import Reporter, Silent
-from bayesformer.seeds import fold, stream
+from bayesformer.seeds import generator
 from bayesformer.types import Inputs, Params
 
 VALUES = "values"
@@ -49,8 +49,10 @@ class PredictTask:
 
     def single(self, member: int, reporter: Reporter) -> Params:  # noqa: ARG002
         """Outputs of one draw, (N, ...)."""
+        passing = self.randomness.passing
         self._load(member)
-        with torch.inference_mode(), stream(self.seed, "draw", member), self._drawing():
+        source = generator(self.seed, "draw", member, device=self.device)
+        with torch.inference_mode(), passing(source), self._drawing():
             parts = [apply(self.model.module, chunk) for chunk in self.chunks()]
         return {VALUES: torch.cat(parts)}
 
@@ -76,7 +78,8 @@ class PredictTask:
 
         def one() -> Tensor:
             self._load(members[0])
-            with torch.inference_mode(), self._drawing():
+            source = generator(self.seed, "trial", device=self.device)
+            with torch.inference_mode(), self.randomness.passing(source), self._drawing():
                 return apply(self.model.module, chunk)
 
         return one
@@ -91,11 +94,19 @@ class PredictTask:
 
     def _together(self, members: Sequence[int], chunks: Iterable[Inputs]) -> Tensor:
         """(L, N, ...): draws of attention in one pass per batch."""
+        module, passing = self.model.module, self.randomness.passing
         self._load(0)
-        module, device = self.model.module, self.device
-        own = [torch.Generator(device).manual_seed(fold(self.seed, "draw", member)) for member in members]
-        with torch.inference_mode(), attention_mode(module, "draw", len(members), kl=False), streams(own):
+        own = [generator(self.seed, "draw", member, device=self.device) for member in members]
+        with torch.inference_mode(), attention_mode(module, "draw", len(members), kl=False), passing(own):
             return torch.cat([apply(module, chunk) for chunk in chunks], 1)
+
+    @cached_property
+    def randomness(self) -> Randomness:
+        """What a pass draws, by a trial on two examples."""
+        self._load(0)
+        few = map_inputs(self.inputs, lambda x: x[:2])
+        with torch.no_grad(), self._drawing():
+            return find_randomness(self.model.module, lambda: apply(self.model.module, few))
 
     def chunks(self) -> Iterator[Inputs]:
         """The inputs, `batch_size` examples at a time."""
