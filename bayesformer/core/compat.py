@@ -5,8 +5,24 @@ A release of torch that drops one of these breaks this file alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["DIRICHLET", "GAMMA", "TorchDispatchMode", "defaults", "standard_gamma", "transformed", "tree_leaves"]
+# TorchDispatchMode: documented by torch ("Extending torch") under this private path only.
+# tree_leaves: tensors inside whatever a model returns; torch.utils has no public way to walk it.
+
+
+def defaults(operation: Any) -> dict[str, Any]:
+    """The arguments of an elementary operation (torch.ops.aten...) in their order, with their default values.
+
+    A TorchDispatchMode is given arguments by place and without defaults; the schema alone knows their names.
+    """
+    return {argument.name: argument.default_value for argument in operation._schema.arguments}
 
 
 def transformed() -> bool:

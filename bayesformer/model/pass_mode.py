@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesformer.core import draws
-from bayesformer.core.compat import DIRICHLET, GAMMA
+from bayesformer.core.compat import DIRICHLET, GAMMA, TorchDispatchMode, defaults
 from bayesformer.model.kernels import plain_scaled_dot_product_attention
 from bayesformer.model.multihead import multi_head_attention_forward
 
@@ -96,7 +95,7 @@ def taking_generator(func: Any) -> Callable[[torch.Generator | None, dict[str, A
         return _native_dropout
     packet = func.overloadpacket
     variant = packet.generator if "generator" in packet.overloads() else func
-    names = {argument.name for argument in variant._schema.arguments}
+    names = defaults(variant)
     if "generator" not in names:
         return None
     return lambda generator, given: variant(**{k: v for k, v in given.items() if k in names} | {"generator": generator})
@@ -118,8 +117,8 @@ def draws_numbers(func: Any) -> bool:
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """The arguments of an elementary operation by their names, defaults included."""
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
+    named = defaults(func)
+    return {**named, **dict(zip(named, args, strict=False)), **(kwargs or {})}
 
 
 def in_training(func: Any, given: dict[str, Any]) -> bool:

@@ -26,8 +26,8 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesformer.core.compat import TorchDispatchMode, tree_leaves
 from bayesformer.core.draws import Generators, drawing_from
 from bayesformer.model.pass_mode import (
     PassMode,
@@ -108,9 +108,15 @@ class Randomness:
         if others:
             reason = self.torch_stream or self.python_streams
             raise RuntimeError(f"{1 + len(others)} draws cannot be made in one pass: {reason}.")
+        if self.torch_stream and dropout_rate is not None:
+            raise ValueError(
+                f"dropout_rate cannot be {dropout_rate} here, it must be None: {self.torch_stream}, and would do so at "
+                "the model's own rates. Switch gradient checkpointing off, or change the rates in the model."
+            )
         seed = int(torch.empty((), dtype=torch.int64, device=one.device).random_(generator=one))
-        own: Generators = () if self.torch_stream else one
-        with global_streams(seed, torch_too=bool(self.torch_stream)), pass_noise(own, dropout_rate):
+        # What is computed again during the backward pass is not seen by a mode: it must be torch's own dropout twice.
+        noise = drawing_from(()) if self.torch_stream else pass_noise(one, dropout_rate)
+        with global_streams(seed, torch_too=bool(self.torch_stream)), noise:
             yield
 
 
@@ -135,7 +141,7 @@ def find_randomness(
     generator = torch.Generator(device).manual_seed(TRIAL)
     watch, mode, python = _Watch(generator), PassMode(), _python_states()
     grad = backward or torch.is_grad_enabled()
-    with _restored(module), torch.set_grad_enabled(grad), drawing_from(generator, dropout_rate), watch, mode:
+    with restored(module), torch.set_grad_enabled(grad), drawing_from(generator, dropout_rate), watch, mode:
         outputs = _tensors(call())
         if backward:
             watch.in_backward = True
@@ -197,7 +203,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
 def _total(outputs: list[Tensor]) -> Tensor:
@@ -208,7 +214,7 @@ def _total(outputs: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
+def restored(module: nn.Module) -> Iterator[None]:
     """Buffers and gradients as before, the latter by identity: they may be views of a vector."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     gradients = [(p, p.grad) for p in module.parameters()]
