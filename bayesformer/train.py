@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -253,8 +253,10 @@ def _epoch(run: _Run, job: Job, randomness: Randomness) -> None:
     noise = [generator(job.seed, member, run.epoch, "noise", device=device) for member in job.members]
     for start in range(0, len(data), size):
         batch = data.take(order[..., start : start + size])
-        with randomness.passing(noise):
+        with randomness.passing(noise, watch=start == 0) as mode:
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
+        if mode is not None and not randomness.functions:  # the algorithm may draw by functions of torch, too
+            randomness = replace(randomness, functions=tuple(mode.called))
         values.append(log_value(run.state))
         if job.collect is not None and before + len(values) in job.collect.steps:
             run.draws.append(run.state.params[THETA].clone())

@@ -416,6 +416,8 @@ def test_models_built_in_threads_are_those_built_alone():
 
     with nothing_global_moves():
         alone = [build(seed) for seed in range(8)]
+        with pass_noise(source()):
+            assert torch.equal(build(3), alone[3])
         with ThreadPoolExecutor(8) as pool:
             assert all(map(torch.equal, pool.map(build, range(8)), alone))
 

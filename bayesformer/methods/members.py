@@ -24,6 +24,7 @@ from bayesformer.inference import optimise
 from bayesformer.layers import IMPROVED
 from bayesformer.likelihoods import Likelihood
 from bayesformer.methods.problem import Problem, check_problem
+from bayesformer.model.randomness import pass_noise
 from bayesformer.network import (
     FlatLogJoint,
     FlatModel,
@@ -223,8 +224,11 @@ class TrainTask:
             apply(model, few)
         if any(not torch.equal(before[name], value) for name, value in model.named_buffers()):
             return "training changes the model's buffers (running averages)"
+        noise = [torch.Generator(self.device), torch.Generator(self.device)]
         try:
-            self.trial([0, 1])()
+            step = self.trial([0, 1])
+            with pass_noise(noise):  # as in training: draws that do not know members are refused
+                step()
         except RuntimeError as error:
             return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
         return None
