@@ -23,7 +23,7 @@ from bayesformer.dataset import map_inputs
 from bayesformer.distributions import Distribution, write_score
 from bayesformer.functional import THETA, pieces
 from bayesformer.likelihoods import Likelihood
-from bayesformer.model.randomness import find_randomness, plain_attention
+from bayesformer.model.randomness import Randomness, find_randomness, plain_attention
 from bayesformer.priors import Prior
 from bayesformer.types import Batch, Inputs, LogJoint, Params
 
@@ -152,6 +152,7 @@ class FlatModel:
         self._bind()
 
     def _bind(self) -> None:
+        self.randomness: dict[Any, Randomness] = {}  # what a pass draws, by the way it is made: found once
         own = {name: p for name, p in self.module.named_parameters() if name in set(self.layout.names)}
         self.theta = self.layout.pack(own)
         self.grad = torch.zeros_like(self.theta) if self.gradients else self.theta.new_empty(0)
