@@ -41,7 +41,7 @@ from bayesformer.methods import (
 from bayesformer.network import log_joint
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 from bayesformer.version import __version__
 
 __all__ = [
