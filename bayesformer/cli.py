@@ -12,6 +12,8 @@ from typing import Any
 from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.version import __version__
 
+SAID = 10
+"""Lines of one kind on standard error; of more the number is said."""
 EPILOG = """\
 examples:
   bayesformer demo
@@ -22,6 +24,8 @@ examples:
   bayesformer report runs/ --output report.html
   bayesformer predict runs/posteriors/digits/ensemble-1a2b3c4d/seed0 pixels.csv
   bayesformer study cost runs/
+  bayesformer results pack runs/
+      a file per cell becomes one file of lines, runs/runs.jsonl; every command reads both
   bayesformer list
 """
 
@@ -107,7 +111,22 @@ def parser() -> argparse.ArgumentParser:
     predict.add_argument("--output", type=Path, help="CSV file (standard output)")
     predict.add_argument("--draws", type=int, help="posterior draws (all)")
     _add_study(verbs)
+    _add_results(verbs)
     return main_parser
+
+
+def _add_results(verbs: Any) -> None:
+    results = verbs.add_parser("results", help="keep stored results: one file per experiment")
+    names = results.add_subparsers(dest="name", metavar="action", required=True)
+    pack = names.add_parser(
+        "pack",
+        help="from a file per cell to one file of JSON lines",
+        description="Moves FOLDER/TASK/METHOD-KEY/seedN.json to lines of FOLDER/NAME.jsonl, where NAME is the folder's "
+        "name: sorted, one cell per line, nothing changed. Cells that were run since are added to the file; of two "
+        "results of a cell the later one stays. `report`, `study` and `run` read files and lines alike, so nothing "
+        "needs to be unpacked. Files that cannot be read are named and stay where they are.",
+    )
+    pack.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folder, e.g. runs/")
 
 
 def _add_study(verbs: Any) -> None:
@@ -164,9 +183,8 @@ def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = parser().parse_args(argv)
-    verb = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}[
-        arguments.verb
-    ]
+    verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
+    verb = {**verbs, "results": results}[arguments.verb]
     try:
         return verb(arguments)
     except (ValueError, FileNotFoundError, DamagedFileError) as error:
@@ -217,7 +235,7 @@ def run(arguments: argparse.Namespace) -> int:
     methods = [m.strip() if isinstance(m, str) else m for m in methods]
     cells = runner.plan(tasks, methods, _seed_list(seeds), settings)
     if arguments.dry_run:
-        missing = [cell for cell in cells if not (arguments.results / cell.path).exists()]
+        missing = runner.missing_cells(cells, arguments.results)
         print("\n".join([*map(str, missing), f"{len(missing)} of {len(cells)} cells would run."]))
         return 0
     return _run_cells(cells, arguments.results, arguments.workers, arguments)
@@ -226,11 +244,8 @@ def run(arguments: argparse.Namespace) -> int:
 def report(arguments: argparse.Namespace) -> int:
     """Write the report page."""
     from bayesformer.bench.report import write_report
-    from bayesformer.bench.runner import load_results
 
-    results = load_results(arguments.results)
-    if not results:
-        raise ValueError(f"results folder {arguments.results} must hold at least one result; it holds none.")
+    results = _read_results(arguments.results)
     if arguments.markdown or arguments.choose:
         from bayesformer.bench import markdown
 
@@ -296,16 +311,30 @@ def study(arguments: argparse.Namespace) -> int:
     return verbs[arguments.name](arguments)
 
 
+def results(arguments: argparse.Namespace) -> int:
+    """Pack the results of each folder into one file; 1 if a file had to stay because it cannot be read."""
+    from bayesformer.bench.packing import pack
+
+    code = 0
+    for folder in arguments.folders:
+        packing = pack(folder)
+        print(f"{packing.path}: {packing.cells} cells, {packing.moved} of them from files of their own")
+        _say([f"{cell}: of its results the latest was kept" for cell in packing.replaced])
+        _say([f"left: {text}" for text in packing.left])
+        code = 1 if packing.left else code
+    return code
+
+
 def _study_cold(arguments: argparse.Namespace) -> int:
     """Run the missing cells and draw the figure."""
-    from bayesformer.bench.runner import load_results
+    from bayesformer.bench.records import read_results
     from bayesformer.study import cold
 
     cells = cold.cells([t.strip() for t in arguments.tasks.split(",")], _seed_list(arguments.seeds))
     arguments.no_posteriors = True
     code = _run_cells(cells, arguments.results, arguments.workers, arguments)
     keys = {(cell.task, cell.key) for cell in cells}  # with every seed that is stored
-    results = [r for r in load_results(arguments.results) if (r["task"], r["key"]) in keys]
+    results = [r for r in read_results(arguments.results).results if (r["task"], r["key"]) in keys]
     if results:
         print(cold.table(results))
         print(f"figure: {cold.figure(results, arguments.results / 'cold.svg')}")
@@ -314,10 +343,9 @@ def _study_cold(arguments: argparse.Namespace) -> int:
 
 def _study_cost(arguments: argparse.Namespace) -> int:
     """Draw stored results."""
-    from bayesformer.bench.runner import load_results
     from bayesformer.study import cost
 
-    results = load_results(arguments.results)
+    results = _read_results(arguments.results)
     print(cost.table(results))
     print(f"figure: {cost.figure(results, arguments.output or arguments.results / 'cost.svg')}")
     return 0
@@ -325,10 +353,9 @@ def _study_cost(arguments: argparse.Namespace) -> int:
 
 def _study_graphs(arguments: argparse.Namespace) -> int:
     """Print stored results as the paper's table."""
-    from bayesformer.bench.runner import load_results
     from bayesformer.study import graphs
 
-    print(graphs.table(load_results(arguments.results)))
+    print(graphs.table(_read_results(arguments.results)))
     return 0
 
 
@@ -346,15 +373,35 @@ def _study_attention(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _read_results(folder: Path) -> list[dict[str, Any]]:
+    """The results of a folder; what cannot be read, or is stored twice, is said on standard error."""
+    from bayesformer.bench.records import read_results
+
+    stored = read_results(folder)
+    _say([f"skipped: {text}" for text in stored.damaged])
+    _say(stored.repeated)
+    if not stored.results:
+        raise ValueError(f"results folder {folder} must hold at least one result that can be read; it holds none.")
+    return stored.results
+
+
+def _say(lines: Sequence[str]) -> None:
+    """The first lines on standard error, and how many there are besides."""
+    for line in lines[:SAID]:
+        print(line, file=sys.stderr)
+    if len(lines) > SAID:
+        print(f"and {len(lines) - SAID} more like this.", file=sys.stderr)
+
+
 def _run_and_report(
     cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace, title: str, note: str
 ) -> int:
+    from bayesformer.bench.records import read_results
     from bayesformer.bench.report import write_report
-    from bayesformer.bench.runner import load_results
 
     code = _run_cells(cells, folder, workers, arguments)
     keys = {(cell.task, cell.key, cell.seed) for cell in cells}
-    results = [r for r in load_results(folder) if (r["task"], r["key"], r["seed"]) in keys]
+    results = [r for r in read_results(folder).results if (r["task"], r["key"], r["seed"]) in keys]
     if results:
         page = write_report(results, folder / "report.html", title=title, note=note)
         print(f"report page: {page}")
@@ -364,7 +411,8 @@ def _run_and_report(
 def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace) -> int:
     import torch
 
-    from bayesformer.bench.runner import Options, load_results, run
+    from bayesformer.bench.records import read_results
+    from bayesformer.bench.runner import Options, run
     from bayesformer.bench.tables import print_tables
     from bayesformer.progress import bars
 
@@ -383,7 +431,7 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
     with bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
         outcome = run(cells, options, reporter)
     keys = {(cell.task, cell.key, cell.seed) for cell in cells}
-    print_tables([r for r in load_results(folder) if (r["task"], r["key"], r["seed"]) in keys])
+    print_tables([r for r in read_results(folder).results if (r["task"], r["key"], r["seed"]) in keys])
     print(f"{len(outcome.done)} cells run, {outcome.skipped} were there already, results in {folder}/")
     for cell, problem in outcome.failed:
         print(f"FAILED {cell}: {problem}", file=sys.stderr)

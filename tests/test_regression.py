@@ -13,6 +13,7 @@ from sklearn import datasets
 import bayesformer as bf
 from bayesformer import cli
 from bayesformer.bench import runner
+from bayesformer.bench.records import read_results
 from bayesformer.bench.tasks import TASKS, TabularRegression
 from bayesformer.data import regression
 from bayesformer.evaluate import check_not_above
@@ -160,7 +161,7 @@ def test_a_cell_of_every_table_runs(network, tmp_path):
     cells = runner.plan(["regression/*"], ["mle", {"name": "ensemble", "members": 2}], [0], settings)
     outcome = runner.run(cells, runner.Options(tmp_path, keep_posteriors=False))
     assert not outcome.failed
-    for result in runner.load_results(tmp_path):
+    for result in read_results(tmp_path).results:
         assert (result["oracle"] is None) == (result["task"] == "regression/diabetes")
         assert "auroc/outside" in result["metrics"]
         assert ("auroc_epistemic/outside" in result["metrics"]) == (result["method"] == "ensemble")

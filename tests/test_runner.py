@@ -20,7 +20,7 @@ from bayesformer import cli
 from bayesformer import train as training_loop
 from bayesformer.bench import demo, runner, tasks
 from bayesformer.bench.predicting import read_rows
-from bayesformer.errors import DamagedFileError
+from bayesformer.bench.records import CHECKPOINTS, read_results
 from bayesformer.posterior import Posterior
 from bayesformer.settings import explain, parse_assignment
 from bayesformer.train import Training
@@ -60,7 +60,7 @@ def test_a_second_run_does_only_what_is_missing(tmp_path):
     more = runner.run(runner.plan(["toy/m1"], ["mle", "map"], [0, 1], TINY), runner.Options(tmp_path))
     assert (len(more.done), more.skipped) == (3, 1)
     assert first.done[0].stat().st_mtime_ns == stamp
-    assert len(runner.load_results(tmp_path)) == 4
+    assert len(read_results(tmp_path).results) == 4
 
 
 def test_other_settings_are_other_cells():
@@ -90,11 +90,11 @@ def test_variants_that_differ_after_training_are_trained_once(tmp_path, monkeypa
     assert len({cell.trained_in for cell in cells}) == 2 * 2
     assert not runner.run(cells, runner.Options(tmp_path / "together", keep_posteriors=False)).failed
     assert len(steps) == 2 * 2  # one checkpoint at the end of every training: two seeds, two starts
-    assert not any((tmp_path / "together" / runner.CHECKPOINTS).rglob("*.safetensors"))
+    assert not any((tmp_path / "together" / CHECKPOINTS).rglob("*.safetensors"))
     runner.run(cells[:1], runner.Options(tmp_path / "alone", keep_posteriors=False))
     one, two = (json.loads((tmp_path / name / cells[0].path).read_text()) for name in ("together", "alone"))
     assert one["metrics"] == two["metrics"]
-    assert all(r["cost"]["fit_seconds"] > 0.01 for r in runner.load_results(tmp_path / "together"))  # training counted
+    assert all(r["cost"]["fit_seconds"] > 0.01 for r in read_results(tmp_path / "together").results)  # training counted
 
 
 @pytest.mark.parametrize("name", [name for name in runner.METHODS if hasattr(runner.METHODS[name], "AFTER_TRAINING")])
@@ -155,7 +155,7 @@ def test_a_failed_cell_is_kept_aside_and_the_others_go_on(tmp_path, monkeypatch)
     ((cell, problem),) = outcome.failed
     assert "above the true process" in problem
     assert "OracleBeatenError" in json.loads((tmp_path / "failed" / cell.path).read_text())["traceback"]
-    assert len(runner.load_results(tmp_path)) == 1
+    assert len(read_results(tmp_path).results) == 1
     monkeypatch.setattr(tasks.ToySeries, "evaluate", real)  # mended: the cell runs, the failure goes
     assert len(runner.run(cells, runner.Options(tmp_path)).done) == 1
     assert not (tmp_path / "failed" / cell.path).exists()
@@ -194,7 +194,7 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
         f"cells = runner.plan(['toy/m1'], ['mle'], [0, 1], {settings!r})\n"
         f"runner.run(cells, runner.Options(Path({str(tmp_path / 'killed')!r}), checkpoint_seconds=0))\n"
     )
-    checkpoint = tmp_path / "killed" / runner.CHECKPOINTS / cells[0].folder
+    checkpoint = tmp_path / "killed" / CHECKPOINTS / cells[0].folder
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     while not checkpoint.exists() and process.poll() is None:
         time.sleep(0.01)
@@ -236,19 +236,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def test_damaged_results_are_named(tmp_path):
-    (tmp_path / "toy").mkdir()
-    path = tmp_path / "toy" / "seed0.json"
-    path.write_text('{"task": ')
-    with pytest.raises(DamagedFileError, match=r"result .*seed0.json is not valid JSON"):
-        runner.load_results(tmp_path)
-    path.write_text('{"task": "x"}')
-    with pytest.raises(DamagedFileError, match=r"seed0.json lacks cost, method, metrics, seed"):
-        runner.load_results(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        runner.load_results(tmp_path / "no")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +314,7 @@ def test_list_names_every_task_method_and_setting(capsys):
 
 
 def test_help_of_every_verb(capsys):
-    for verb in ["demo", "run", "report", "list", "predict", "study"]:
+    for verb in ["demo", "run", "report", "list", "predict", "study", "results"]:
         with pytest.raises(SystemExit) as stop:
             cli.main([verb, "--help"])
         assert stop.value.code == 0

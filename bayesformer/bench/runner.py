@@ -30,19 +30,18 @@ from bayesformer import evaluate, traces
 from bayesformer.attention import families
 from bayesformer.attention.maps import picture
 from bayesformer.bench.memory import PeakMemory
+from bayesformer.bench.records import CHECKPOINTS, FAILED, POSTERIORS, cell_path, read_results
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
 from bayesformer.dataset import Data, first_tensor
 from bayesformer.engine import Strategy, best_seconds, run_in_processes
-from bayesformer.errors import DamagedFileError, unknown_name
+from bayesformer.errors import unknown_name
 from bayesformer.methods import METHODS, Method, Problem, build_method
 from bayesformer.posterior import Posterior
 from bayesformer.progress import Reporter, Silent
 from bayesformer.settings import identity, override, summary
-from bayesformer.storage import read_json, write_json
+from bayesformer.storage import write_json
 from bayesformer.train import Training
 
-FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
-ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
 TIMED, TIMES, PATIENCE = 128, 5, 2.0  # examples whose prediction is timed, how often, and for how many seconds
 
 
@@ -67,7 +66,7 @@ class Cell:
     @property
     def path(self) -> Path:
         """Where its result lies, below the results folder."""
-        return Path(self.task.replace("/", "-")) / f"{self.method}-{self.key}" / f"seed{self.seed}.json"
+        return cell_path(self.task, self.method, self.key, self.seed)
 
     @property
     def folder(self) -> Path:
@@ -214,7 +213,7 @@ class Outcome:
 def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = None) -> Outcome:
     """Run the cells that have no result yet; each result is safe on disk as soon as its cell ends."""
     reporter = reporter or Silent()
-    missing = [cell for cell in cells if not (options.results / cell.path).exists()]
+    missing = missing_cells(cells, options.results)
     waiting = Counter(cell.trained_in for cell in missing)
     done: list[Path] = []
     failed: list[tuple[Cell, str]] = []
@@ -228,6 +227,12 @@ def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = Non
             failed.append((cell, problem))
         reporter.update("cells", len(done) + len(failed), len(missing), str(cell))
     return Outcome(done, failed, len(cells) - len(missing))
+
+
+def missing_cells(cells: Sequence[Cell], folder: Path) -> list[Cell]:
+    """The cells without a result in the folder, in either form; one that cannot be read is missing."""
+    done = read_results(folder).paths if folder.is_dir() else set()
+    return [cell for cell in cells if folder / cell.path not in done]
 
 
 def _each(cells: list[Cell], options: Options, reporter: Reporter) -> Iterator[tuple[Cell, str | None]]:
@@ -410,19 +415,3 @@ def _git(*arguments: str) -> str | None:
         return None
     answer = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def load_results(folder: Path) -> list[dict[str, Any]]:
-    """All results below a folder, in a fixed order; a damaged one is an error naming its file."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"results folder {folder} does not exist.")
-    results = []
-    for path in sorted(folder.rglob("seed*.json")):
-        if ASIDE & set(path.relative_to(folder).parts):
-            continue
-        result = read_json(path, "result")
-        lacking = {"task", "method", "seed", "metrics", "cost"} - result.keys()
-        if lacking:
-            raise DamagedFileError(f"result {path} lacks {', '.join(sorted(lacking))}.")
-        results.append(result)
-    return results

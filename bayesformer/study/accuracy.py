@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -35,7 +35,7 @@ from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.methods import Problem, Vi
 from bayesformer.network import FlatModel, Layout, apply
 from bayesformer.predict.streamlined import Settings, streamlined_outputs
-from bayesformer.storage import write_json
+from bayesformer.storage import read_json, write_json
 from bayesformer.train import Training
 from bayesformer.types import GaussianOutputs, Inputs
 from bayesformer.weights import GaussianWeights
@@ -272,15 +272,26 @@ def facts(case: Case, draws: int) -> Mapping[str, Any]:
     }
 
 
+def stored_rows(folder: Path, cases: Sequence[str]) -> list[Row]:
+    """The rows of stored measurements, each case followed by its parts; what was not measured is left out."""
+    names = [name for case in cases for name in (case, *(f"{case}_{part}" for part in PARTS.get(case, ())))]
+    paths = [folder / f"{name}.json" for name in names]
+    return [Row(**row) for path in paths if path.exists() for row in read_json(path, "measurement")["rows"]]
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measure all cases, write one JSON file each, print the table."""
+    """Measure all cases, write one JSON file each, and print the table; or print the table of what is stored."""
     parser = argparse.ArgumentParser(prog="python -m bayesformer.study.accuracy", description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"some of {', '.join(CASES)}; all by default")
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--output", type=Path, default=Path("results/accuracy"))
+    parser.add_argument("--stored", action="store_true", help="measure nothing, print what the folder holds")
     given = parser.parse_args(arguments)
     if unknown := set(given.cases) - set(CASES):
         parser.error(f"cases must be among {', '.join(CASES)}; got {', '.join(sorted(unknown))}")
+    if given.stored:
+        print(table(stored_rows(given.output, given.cases)))
+        return
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name in given.cases:
