@@ -7,10 +7,13 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bayesformer.errors import DamagedFileError, unknown_name
 from bayesformer.version import __version__
+
+if TYPE_CHECKING:
+    from bayesformer.bench.records import Stored
 
 SAID = 10
 """Lines of one kind on standard error; of more the number is said."""
@@ -245,14 +248,16 @@ def report(arguments: argparse.Namespace) -> int:
     """Write the report page."""
     from bayesformer.bench.report import write_report
 
-    results = _read_results(arguments.results)
+    stored = _read_results(arguments.results)
+    results = stored.results
     if arguments.markdown or arguments.choose:
         from bayesformer.bench import markdown
 
         choose, metric = arguments.choose, arguments.metric
         print(markdown.choice_table(results, choose) if choose else markdown.comparison(results, metric))
         return 0
-    path = write_report(results, arguments.output or arguments.results / "report.html", title=arguments.title)
+    target = arguments.output or arguments.results / "report.html"
+    path = write_report(results, target, title=arguments.title, skipped=stored.damaged)
     print(f"wrote {path}")
     return 0
 
@@ -345,7 +350,7 @@ def _study_cost(arguments: argparse.Namespace) -> int:
     """Draw stored results."""
     from bayesformer.study import cost
 
-    results = _read_results(arguments.results)
+    results = _read_results(arguments.results).results
     print(cost.table(results))
     print(f"figure: {cost.figure(results, arguments.output or arguments.results / 'cost.svg')}")
     return 0
@@ -355,7 +360,7 @@ def _study_graphs(arguments: argparse.Namespace) -> int:
     """Print stored results as the paper's table."""
     from bayesformer.study import graphs
 
-    print(graphs.table(_read_results(arguments.results)))
+    print(graphs.table(_read_results(arguments.results).results))
     return 0
 
 
@@ -373,8 +378,8 @@ def _study_attention(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read_results(folder: Path) -> list[dict[str, Any]]:
-    """The results of a folder; what cannot be read, or is stored twice, is said on standard error."""
+def _read_results(folder: Path) -> Stored:
+    """What a folder holds, at least one result; what cannot be read, or is stored twice, is said on standard error."""
     from bayesformer.bench.records import read_results
 
     stored = read_results(folder)
@@ -382,7 +387,7 @@ def _read_results(folder: Path) -> list[dict[str, Any]]:
     _say(stored.repeated)
     if not stored.results:
         raise ValueError(f"results folder {folder} must hold at least one result that can be read; it holds none.")
-    return stored.results
+    return stored
 
 
 def _say(lines: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from bayesformer.bench.markdown import choice_table, comparison
 from bayesformer.bench.records import read_results
+from bayesformer.bench.report import write_report
 from bayesformer.study import accuracy, cold, cost, graphs
 
 ROOT = Path(__file__).parent.parent
@@ -53,3 +54,8 @@ def test_results_are_one_file_per_experiment():
     if listed.returncode:
         pytest.skip("not a checkout")
     assert 0 < len(listed.stdout.splitlines()) < 60
+
+
+def test_the_page_of_all_stored_results_is_small(tmp_path):
+    path = write_report(stored("."), tmp_path / "page.html")
+    assert path.stat().st_size < 4_000_000

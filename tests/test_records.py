@@ -188,3 +188,10 @@ def test_the_report_says_what_it_skipped(tmp_path, capsys):
     broken.write_bytes(broken.read_bytes()[:-30])
     assert cli.main(["report", str(folder)]) == 0
     assert f"skipped: result {broken} is not valid JSON" in capsys.readouterr().err
+    assert "1 stored result that cannot be read." in (folder / "report.html").read_text()
+    for path in folder.rglob("seed*.json"):
+        path.write_text("[]")
+    assert cli.main(["report", str(folder)]) == 2
+    captured = capsys.readouterr().err
+    assert "seed0.json must hold a JSON object; got list." in captured
+    assert "must hold at least one result that can be read; it holds none" in captured

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bayesformer.bench.statistics import Standing, standings
+from bayesformer.bench.statistics import Standing, finite, part, standings
 from bayesformer.errors import unknown_name
 from bayesformer.evaluate.catalogue import describe
 
@@ -38,7 +38,7 @@ def comparison(results: Sequence[dict[str, Any]], metric: str | None = None) -> 
 
 def _column(results: Sequence[dict[str, Any]], task: str, metric: str | None) -> dict[str, Standing]:
     known = {name for r in results for name in r["metrics"]}
-    name = metric or ("oracle_gap" if "oracle_gap" in known else results[0]["primary"])
+    name = metric or ("oracle_gap" if "oracle_gap" in known else results[0].get("primary", "log_likelihood"))
     if name not in known:
         raise unknown_name("metric", name, known)
     # The tables of priors are named after their task; as a row they are one method.
@@ -67,8 +67,8 @@ def choices(results: Sequence[dict[str, Any]], setting: str) -> dict[str, dict[A
     """
     groups: dict[str, dict[Any, dict[tuple[str, int], float]]] = defaultdict(lambda: defaultdict(dict))
     for result in results:
-        method: Mapping[str, Any] = result["settings"]["method"]
-        if setting in method:
+        method: Mapping[str, Any] = part(part(result, "settings"), "method")
+        if setting in method and finite(result.get("validation")) is not None:
             cell = result["task"], int(result["seed"])
             groups[_family(result, setting)][method[setting]][cell] = result["validation"]
     found = {}

@@ -19,7 +19,8 @@ FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
 ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
 """Folders beside the results that hold something else."""
 REQUIRED = {"task": str, "method": str, "seed": int, "metrics": dict, "cost": dict}
-"""What every result has, and of which type."""
+OPTIONAL = {"key": str, "variant": str, "primary": str, "started": str, "settings": dict, "figures": dict}
+"""Types of what every result has, and of what it may lack."""
 
 
 class Record(NamedTuple):
@@ -124,7 +125,7 @@ def parse(line: bytes, source: str) -> dict[str, Any]:
         raise DamagedFileError(f"result {source} must hold a JSON object; got {type(result).__name__}.")
     if lacking := sorted(REQUIRED.keys() - result.keys()):
         raise DamagedFileError(f"result {source} lacks {', '.join(lacking)}.")
-    for name, kind in REQUIRED.items():
+    for name, kind in {**REQUIRED, **{k: v for k, v in OPTIONAL.items() if k in result}}.items():
         if not isinstance(result[name], kind) or isinstance(result[name], bool):
             raise DamagedFileError(f"result {source}: {name} must be {kind.__name__}; got {result[name]!r:.40}.")
     return result

@@ -63,7 +63,7 @@ def _scatter(report: Report, task: Task, costs: Mapping[Entry, Summary | None], 
             plot.line([c.mean, c.mean], [q.mean - q.sd, q.mean + q.sd], f"thin {style}")
         plot.point(c.mean, q.mean, f"fill {style}", radius=4.5, shape=report.shape(entry))
     _label_points(plot, [(*plot.at(c.mean, q.mean), e.label) for e, c, q in shown])
-    return tag("div", plot.render(f"{task.primary.label} against {label}, {task.name}"), class_="panel")
+    return tag("div", plot.render(f"{task.primary.label} against {label}"), class_="panel")
 
 
 def _label_points(plot: Plot, points: Sequence[tuple[float, float, str]]) -> None:

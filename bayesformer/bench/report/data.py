@@ -1,4 +1,4 @@
-"""Views of the results: what was run, by task, method and seed. Knows nothing of markup."""
+"""Views of the results: what was run, by task, method and seed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from bayesformer.bench.report.colours import PALETTE
+from bayesformer.bench.report.markup import Shared
 from bayesformer.bench.statistics import (
     Entry,
     Result,
@@ -46,6 +47,7 @@ class Report:
         self.entries = sorted({entry for _, entry, _ in cells})
         self.seeds = sorted({seed for _, _, seed in cells})
         baseline = baseline_of(self.entries)
+        self.shared = Shared()
         self.slots = {e: i for i, e in enumerate(e for e in self.entries if e != baseline)}
 
     def style(self, entry: Entry) -> str:

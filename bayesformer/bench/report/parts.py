@@ -16,9 +16,8 @@ def entry_name(report: Report, entry: Entry) -> Html:
     """The entry's name behind its marker."""
     swatch = tag(
         "svg",
-        tag("path", class_="fill", d=marker(5, 5, 4, report.shape(entry))),
+        report.shared(tag("path", class_="fill", d=marker(5, 5, 4, report.shape(entry)))),
         class_=f"swatch {report.style(entry)}",
-        viewBox="0 0 10 10",
         aria_hidden="true",
     )
     variant = small(entry.variant, "variant") if entry.variant else None
@@ -57,15 +56,15 @@ def row(head: Child, cells: Child, class_: str | None = None) -> Html:
 
 def cell(content: Child) -> Html:
     """A cell of numbers."""
-    return tag("td", content, class_="n")
+    return tag("td", content)
 
 
-def heading(metric: Metric) -> Html:
-    """A metric's label with an arrow to where it is better."""
+def heading(metric: Metric, explained: bool = False) -> Html:
+    """A metric's label with an arrow to where it is better; its meaning on hovering, unless it stands beside."""
     arrow = {"higher": "↑", "lower": "↓", "none": ""}[metric.better]
     words = f"{metric.better} is better"
     sign = [" ", tag("span", arrow, role="img", aria_label=words, title=words, class_="arrow")] if arrow else None
-    return tag("span", metric.label, sign, title=metric.help or None)
+    return tag("span", metric.label, sign, title=None if explained else metric.help or None)
 
 
 def plus_minus(summary: Summary | None, digits: int, bold: bool = False) -> list[Child]:

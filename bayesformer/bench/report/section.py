@@ -104,7 +104,7 @@ def _full_metrics(report: Report, task: Task) -> Html:
     for metric in map(metric_of, task.metrics):
         about = small(metric.help, "help") if metric.help else None
         cells = scores(task, metric)
-        rows.append(row([heading(metric), about], [cells[e] for e in task.order]))
+        rows.append(row([heading(metric, explained=True), about], [cells[e] for e in task.order]))
     head = ["Metric", *(entry_name(report, e) for e in task.order)]
     return details(f"All {count(len(rows), 'metric')}", table(f"{task.name}: all metrics", head, rows, "full"))
 
@@ -122,11 +122,15 @@ def _per_seed(report: Report, task: Task) -> Html:
 
 
 def _settings(task: Task) -> Html | None:
-    """Every setting of the first run of each method, as recorded."""
-    texts = {
-        e.label: json.dumps(runs[0]["settings"], indent=1, ensure_ascii=False, default=str)
-        for e, runs in task.groups.items()
-        if runs[0].get("settings")
-    }
-    blocks = [(tag("h3", label), tag("pre", text, tabindex="0")) for label, text in texts.items()]
+    """Every setting of the first run of each method, as recorded; what all of them share stands once."""
+    found = {e.label: part(runs[0], "settings") for e, runs in task.groups.items() if runs[0].get("settings")}
+    several = list(found.values())
+    shared = {k: v for k, v in several[0].items() if all(s.get(k) == v for s in several)} if len(several) > 1 else {}
+    texts = {"All methods": shared} if shared else {}
+    texts |= {label: {k: v for k, v in settings.items() if k not in shared} for label, settings in found.items()}
+    blocks = [(tag("h3", label), tag("pre", _json(values), tabindex="0")) for label, values in texts.items() if values]
     return details("Settings", blocks) if blocks else None
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str)

@@ -10,7 +10,7 @@ from bayesformer.bench.report.parts import figure, panel, small
 from bayesformer.bench.report.plot import Plot
 from bayesformer.bench.report.scale import Scale
 from bayesformer.bench.report.wording import fixed
-from bayesformer.bench.statistics import Entry, finite, part
+from bayesformer.bench.statistics import finite, part
 
 DASHES = ("", " dash", " dot")  # tell chains apart without colour
 
@@ -23,7 +23,7 @@ def traces(report: Report, task: Task) -> Html | None:
         metrics = part(run, "metrics")
         rhat, ess = finite(metrics.get("rhat")), finite(metrics.get("ess"))
         aside = "" if rhat is None or ess is None else f"R-hat {fixed(rhat, 2)}, effective draws {fixed(ess, 0)}"
-        plots = [_plot(entry, task, quantity) for quantity in recorded]
+        plots = [_plot(report, quantity) for quantity in recorded]
         panels.append(panel(report, entry, plots, aside))
     caption = (
         "Predictions and single weights along the chain, in the order of the draws; every line is a chain. Chains that "
@@ -32,12 +32,12 @@ def traces(report: Report, task: Task) -> Html | None:
     return figure("Have the chains settled?", [panels], caption + task.seed_note("traces"), "wide")
 
 
-def _plot(entry: Entry, task: Task, quantity: dict[str, Any]) -> Html:
+def _plot(report: Report, quantity: dict[str, Any]) -> Html:
     chains = [floats(values) for values in quantity["chains"]]
     longest = max(map(len, chains), default=0)
     x = Scale.over([1.0, float(max(longest, 2))], pad=0.02)
-    plot = Plot(x, Scale.over([v for values in chains for v in values], count=2), 420, 86)
+    plot = Plot(x, Scale.over([v for values in chains for v in values], count=2), 420, 86, share=report.shared)
     for i, values in enumerate(chains):
         plot.line(range(1, len(values) + 1), values, "thin" + DASHES[i % len(DASHES)])
     name = str(quantity["name"])
-    return tag("div", small(name), plot.render(f"Trace of {name} under {entry.label} on {task.name}"))
+    return tag("div", small(name), plot.render(f"Trace of {name}"))
