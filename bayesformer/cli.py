@@ -222,7 +222,8 @@ def demo(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the missing cells."""
-    from bayesformer.bench import runner
+    from bayesformer.bench.planning import plan
+    from bayesformer.bench.runner import missing_cells
     from bayesformer.methods import METHODS
 
     config = _read_config(arguments.config)
@@ -236,9 +237,9 @@ def run(arguments: argparse.Namespace) -> int:
     seeds = arguments.seeds if arguments.seeds is not None else seeds
     settings = _merge(config, arguments.set)
     methods = [m.strip() if isinstance(m, str) else m for m in methods]
-    cells = runner.plan(tasks, methods, _seed_list(seeds), settings)
+    cells = plan(tasks, methods, _seed_list(seeds), settings)
     if arguments.dry_run:
-        missing = runner.missing_cells(cells, arguments.results)
+        missing = missing_cells(cells, arguments.results)
         print("\n".join([*map(str, missing), f"{len(missing)} of {len(cells)} cells would run."]))
         return 0
     return _run_cells(cells, arguments.results, arguments.workers, arguments)
@@ -417,8 +418,9 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
     import torch
 
     from bayesformer.bench.records import read_results
-    from bayesformer.bench.runner import Options, run
+    from bayesformer.bench.runner import run
     from bayesformer.bench.tables import print_tables
+    from bayesformer.bench.trial import Options
     from bayesformer.progress import bars
 
     if workers < 1:

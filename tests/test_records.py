@@ -9,7 +9,9 @@ from bayesformer import cli
 from bayesformer.bench import runner
 from bayesformer.bench.markdown import comparison
 from bayesformer.bench.packing import pack
+from bayesformer.bench.planning import plan
 from bayesformer.bench.records import cell_path, read_results
+from bayesformer.bench.trial import Options
 
 
 def result(task="toy/m1", method="mle", seed=0, value=-1.0, key="0a1b2c3d", started="2026-01-01T00:00:00+00:00"):
@@ -167,11 +169,11 @@ def test_packing_nothing_is_an_error(tmp_path, capsys):
 def test_a_run_finds_what_is_packed_and_adds_what_is_missing(tmp_path, capsys):
     settings = {"training": {"epochs": 1}, "toy/*": {"train": 60, "validation": 20, "test": 50, "dim": 8}}
     folder = tmp_path / "x"
-    cells = runner.plan(["toy/m1"], ["mle"], [0, 1], settings)
-    runner.run(cells[:1], runner.Options(folder, keep_posteriors=False))
+    cells = plan(["toy/m1"], ["mle"], [0, 1], settings)
+    runner.run(cells[:1], Options(folder, keep_posteriors=False))
     pack(folder)
     assert runner.missing_cells(cells, folder) == cells[1:]
-    outcome = runner.run(cells, runner.Options(folder, keep_posteriors=False))
+    outcome = runner.run(cells, Options(folder, keep_posteriors=False))
     assert (outcome.skipped, outcome.done) == (1, [folder / cells[1].path])
     assert cli.main(["report", str(folder), "--markdown"]) == 0
     assert "| mle |" in capsys.readouterr().out

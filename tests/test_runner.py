@@ -19,8 +19,12 @@ import torch
 from bayesformer import cli
 from bayesformer import train as training_loop
 from bayesformer.bench import demo, runner, tasks
+from bayesformer.bench.costs import TIMED, TIMES
+from bayesformer.bench.planning import plan
 from bayesformer.bench.predicting import read_rows
 from bayesformer.bench.records import CHECKPOINTS, read_results
+from bayesformer.bench.trial import Options
+from bayesformer.methods import METHODS
 from bayesformer.posterior import Posterior
 from bayesformer.settings import explain, parse_assignment
 from bayesformer.train import Training
@@ -37,8 +41,8 @@ SETS = [
 
 
 def test_a_cell_is_one_json_line_with_everything_in_it(tmp_path):
-    cells = runner.plan(["toy/m1"], ["mle"], [0], TINY)
-    outcome = runner.run(cells, runner.Options(tmp_path))
+    cells = plan(["toy/m1"], ["mle"], [0], TINY)
+    outcome = runner.run(cells, Options(tmp_path))
     assert not outcome.failed
     (path,) = outcome.done
     lines = path.read_text().splitlines()
@@ -55,29 +59,29 @@ def test_a_cell_is_one_json_line_with_everything_in_it(tmp_path):
 
 
 def test_a_second_run_does_only_what_is_missing(tmp_path):
-    first = runner.run(runner.plan(["toy/m1"], ["mle"], [0], TINY), runner.Options(tmp_path))
+    first = runner.run(plan(["toy/m1"], ["mle"], [0], TINY), Options(tmp_path))
     stamp = first.done[0].stat().st_mtime_ns
-    more = runner.run(runner.plan(["toy/m1"], ["mle", "map"], [0, 1], TINY), runner.Options(tmp_path))
+    more = runner.run(plan(["toy/m1"], ["mle", "map"], [0, 1], TINY), Options(tmp_path))
     assert (len(more.done), more.skipped) == (3, 1)
     assert first.done[0].stat().st_mtime_ns == stamp
     assert len(read_results(tmp_path).results) == 4
 
 
 def test_other_settings_are_other_cells():
-    one = runner.plan(["toy/m1"], ["map"], [0], TINY)[0]
-    other = runner.plan(["toy/m1"], ["map"], [0], {**TINY, "map": {"prior": "normal(0, 0.3)"}})[0]
+    one = plan(["toy/m1"], ["map"], [0], TINY)[0]
+    other = plan(["toy/m1"], ["map"], [0], {**TINY, "map": {"prior": "normal(0, 0.3)"}})[0]
     assert one.key != other.key
-    assert runner._variant(other) == "prior=normal(0, 0.3)"
-    assert runner._variant(one) == ""
+    assert other.variant == "prior=normal(0, 0.3)"
+    assert one.variant == ""
 
 
 def test_a_setting_that_came_later_changes_no_key_at_its_default():
     """Stored results of mean_field know nothing of `predictive`, and still count."""
-    (cell,) = runner.plan(["toy/m1"], ["mean_field"], [0], TINY)
+    (cell,) = plan(["toy/m1"], ["mean_field"], [0], TINY)
     before = {name: value for name, value in cell.method_settings.items() if name != "predictive"}
     facts = [cell.task, cell.method, cell.task_settings, cell.training, before]
     assert cell.key == hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
-    (other,) = runner.plan(["toy/m1"], [{"name": "mean_field", "predictive": "streamlined"}], [0], TINY)
+    (other,) = plan(["toy/m1"], [{"name": "mean_field", "predictive": "streamlined"}], [0], TINY)
     assert other.key != cell.key
 
 
@@ -86,25 +90,25 @@ def test_variants_that_differ_after_training_are_trained_once(tmp_path, monkeypa
     real = training_loop._save
     monkeypatch.setattr(training_loop, "_save", lambda *args: (steps.append(args), real(*args)))
     table = {"name": "laplace", "structure": ["diag", "last_layer"], "predictive": "sampled", "draws": [2, 3]}
-    cells = runner.plan(["toy/m1"], [table, {"name": "laplace", "start": 2.0}], [0, 1], TINY)
+    cells = plan(["toy/m1"], [table, {"name": "laplace", "start": 2.0}], [0, 1], TINY)
     assert len({cell.trained_in for cell in cells}) == 2 * 2
-    assert not runner.run(cells, runner.Options(tmp_path / "together", keep_posteriors=False)).failed
+    assert not runner.run(cells, Options(tmp_path / "together", keep_posteriors=False)).failed
     assert len(steps) == 2 * 2  # one checkpoint at the end of every training: two seeds, two starts
     assert not any((tmp_path / "together" / CHECKPOINTS).rglob("*.safetensors"))
-    runner.run(cells[:1], runner.Options(tmp_path / "alone", keep_posteriors=False))
+    runner.run(cells[:1], Options(tmp_path / "alone", keep_posteriors=False))
     one, two = (json.loads((tmp_path / name / cells[0].path).read_text()) for name in ("together", "alone"))
     assert one["metrics"] == two["metrics"]
     assert all(r["cost"]["fit_seconds"] > 0.01 for r in read_results(tmp_path / "together").results)  # training counted
 
 
-@pytest.mark.parametrize("name", [name for name in runner.METHODS if hasattr(runner.METHODS[name], "AFTER_TRAINING")])
+@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name], "AFTER_TRAINING")])
 def test_settings_after_training_exist(name):
-    assert set(runner.METHODS[name].AFTER_TRAINING) <= {f.name for f in fields(runner.METHODS[name])}
+    assert set(METHODS[name].AFTER_TRAINING) <= {f.name for f in fields(METHODS[name])}
 
 
 def test_a_task_may_have_training_of_its_own():
     settings = {"training": {"epochs": 7, "lr": 0.5}, "toy/*": {"training": {"epochs": 3}, "dim": 8}}
-    cells = runner.plan(["toy/m1", "digits"], ["mle"], [0], settings)
+    cells = plan(["toy/m1", "digits"], ["mle"], [0], settings)
     assert {cell.task: (cell.training["epochs"], cell.training["lr"]) for cell in cells} == {
         "toy/m1": (3, 0.5),
         "digits": (7, 0.5),
@@ -114,8 +118,8 @@ def test_a_task_may_have_training_of_its_own():
 
 def test_one_cell_of_a_shared_training_goes_first():
     table = {"name": "vi", "draws": [1, 2, 3]}
-    cells = runner.plan(["toy/m1", "toy/m2"], [table, "ensemble", "mle"], [0], TINY)
-    order = [(cell.task, cell.method, cell.method_settings.get("draws")) for cell in runner._in_order(cells)]
+    cells = plan(["toy/m1", "toy/m2"], [table, "ensemble", "mle"], [0], TINY)
+    order = [(cell.task, cell.method, cell.method_settings.get("draws")) for cell in runner.in_order(cells)]
     assert [method for _, method, _ in order[:2]] == ["ensemble"] * 2
     assert [draws for _, method, draws in order if method == "vi"] == [1, 1, 2, 2, 3, 3]
 
@@ -127,15 +131,15 @@ def test_prediction_is_timed_warm_on_a_fixed_number_of_examples(tmp_path, monkey
         Posterior, "predict", lambda self, x, *a, **k: (asked.append(len(x)), real(self, x, *a, **k))[1]
     )
     settings = {**TINY, "toy/*": {**TINY["toy/*"], "test": 200}}
-    (path,) = runner.run(runner.plan(["toy/m1"], ["mle"], [0], settings), runner.Options(tmp_path)).done
-    assert asked == [200, 20] + [runner.TIMED] * (1 + runner.TIMES)  # test, validation, then warm-up and repeats
+    (path,) = runner.run(plan(["toy/m1"], ["mle"], [0], settings), Options(tmp_path)).done
+    assert asked == [200, 20] + [TIMED] * (1 + TIMES)  # test, validation, then warm-up and repeats
     assert json.loads(path.read_text())["cost"]["predict_ms"] > 0
 
 
 def test_worker_processes_give_the_same_metrics(tmp_path):
-    cells = runner.plan(["toy/m1", "toy/m4"], ["mle", "ensemble"], [0], {**TINY, "ensemble": {"members": 2}})
-    runner.run(cells, runner.Options(tmp_path / "a"))
-    runner.run(cells, runner.Options(tmp_path / "b", workers=2))
+    cells = plan(["toy/m1", "toy/m4"], ["mle", "ensemble"], [0], {**TINY, "ensemble": {"members": 2}})
+    runner.run(cells, Options(tmp_path / "a"))
+    runner.run(cells, Options(tmp_path / "b", workers=2))
     for cell in cells:
         one, two = (json.loads((tmp_path / name / cell.path).read_text()) for name in "ab")
         assert one["metrics"] == pytest.approx(two["metrics"], rel=1e-5)
@@ -148,22 +152,22 @@ def test_a_failed_cell_is_kept_aside_and_the_others_go_on(tmp_path, monkeypatch)
         evaluation = real(self, ask, data)
         return evaluation._replace(gap=evaluation.gap._replace(mean=1.0, standard_error=0.1, z=10.0))
 
-    cells = runner.plan(["toy/m1", "digits"], ["mle"], [0], {"training": {"epochs": 1}, "toy/*": TINY["toy/*"]})
+    cells = plan(["toy/m1", "digits"], ["mle"], [0], {"training": {"epochs": 1}, "toy/*": TINY["toy/*"]})
     monkeypatch.setattr(tasks.ToySeries, "evaluate", leaky)
-    outcome = runner.run(cells, runner.Options(tmp_path))
+    outcome = runner.run(cells, Options(tmp_path))
     assert len(outcome.done) == 1
     ((cell, problem),) = outcome.failed
     assert "above the true process" in problem
     assert "OracleBeatenError" in json.loads((tmp_path / "failed" / cell.path).read_text())["traceback"]
     assert len(read_results(tmp_path).results) == 1
     monkeypatch.setattr(tasks.ToySeries, "evaluate", real)  # mended: the cell runs, the failure goes
-    assert len(runner.run(cells, runner.Options(tmp_path)).done) == 1
+    assert len(runner.run(cells, Options(tmp_path)).done) == 1
     assert not (tmp_path / "failed" / cell.path).exists()
 
 
 def test_variants_of_a_method_and_where_they_run():
     table = {"name": "vi", "temperature": [1.0, 0.1], "prior": ["normal(0, 1)", "improved/{task}"], "seeds": 1}
-    cells = runner.plan(["toy/m1", "toy/m2"], ["mle", {**table, "tasks": "toy/m2"}, "vi"], [0, 1], TINY)
+    cells = plan(["toy/m1", "toy/m2"], ["mle", {**table, "tasks": "toy/m2"}, "vi"], [0, 1], TINY)
     assert sorted((c.task, c.method, c.seed) for c in cells if c.method == "mle") == [
         (task, "mle", seed) for task in ("toy/m1", "toy/m2") for seed in (0, 1)
     ]
@@ -180,19 +184,21 @@ def test_variants_of_a_method_and_where_they_run():
         ({"name": "vi", "temprature": 1.0}, "unknown setting of vi 'temprature'"),
     ]:
         with pytest.raises(ValueError, match=text):
-            runner.plan(["toy/m1"], [wrong], [0], TINY)
+            plan(["toy/m1"], [wrong], [0], TINY)
 
 
 def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     settings = {"training": {"epochs": 60, "patience": 0}, "toy/*": TINY["toy/*"]}
-    cells = runner.plan(["toy/m1"], ["mle"], [0, 1], settings)
-    runner.run(cells, runner.Options(tmp_path / "whole"))
+    cells = plan(["toy/m1"], ["mle"], [0, 1], settings)
+    runner.run(cells, Options(tmp_path / "whole"))
     program = (
         "import torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
         "from bayesformer.bench import runner\n"
-        f"cells = runner.plan(['toy/m1'], ['mle'], [0, 1], {settings!r})\n"
-        f"runner.run(cells, runner.Options(Path({str(tmp_path / 'killed')!r}), checkpoint_seconds=0))\n"
+        "from bayesformer.bench.planning import plan\n"
+        "from bayesformer.bench.trial import Options\n"
+        f"cells = plan(['toy/m1'], ['mle'], [0, 1], {settings!r})\n"
+        f"runner.run(cells, Options(Path({str(tmp_path / 'killed')!r}), checkpoint_seconds=0))\n"
     )
     checkpoint = tmp_path / "killed" / CHECKPOINTS / cells[0].folder
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
@@ -202,12 +208,108 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / cells[1].path).exists()  # it was stopped in the middle
-    runner.run(cells, runner.Options(tmp_path / "killed"))
+    runner.run(cells, Options(tmp_path / "killed"))
     for cell in cells:
         one, two = (json.loads((tmp_path / name / cell.path).read_text()) for name in ("whole", "killed"))
         assert one["metrics"] == two["metrics"]
         assert one["figures"] == two["figures"]
     assert not checkpoint.exists()
+
+
+class DeadlyWork(runner.CellWork):
+    """Work on cells in which those of toy/m2 kill the process they run in."""
+
+    def __call__(self, cell, reporter):
+        if cell.task == "toy/m2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(cell, reporter)
+
+
+def deadly_run(folder, results):
+    """Run four cells with two workers, of which those of toy/m2 kill their worker."""
+    program = (
+        "import sys\n"
+        "from bayesformer import cli\n"
+        "from bayesformer.bench import runner\n"
+        "from tests.test_runner import DeadlyWork, SETS\n"
+        "if __name__ == '__main__':\n"
+        "    runner.CellWork = DeadlyWork\n"
+        "    run = ['run', 'toy/m1', 'toy/m2', '--methods', 'mle', '--seeds', '2', '--workers', '2', *SETS]\n"
+        f"    sys.exit(cli.main([*run, '--no-posteriors', '--results', {str(results)!r}]))\n"
+    )
+    script = folder / "deadly.py"
+    script.write_text(program)
+    return subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_killed_worker_fails_its_cell_and_the_others_go_on(tmp_path):
+    ended = deadly_run(tmp_path, tmp_path / "runs")
+    assert ended.returncode == 1
+    assert "2 cells run, 0 were there already" in ended.stdout
+    stored = read_results(tmp_path / "runs").results
+    assert {(r["task"], r["seed"]) for r in stored} == {("toy/m1", 0), ("toy/m1", 1)}
+    failed = [line for line in ended.stderr.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 2
+    assert all("toy/m2 mle seed" in line and "worker process died" in line for line in failed)
+    assert len(list((tmp_path / "runs" / "failed").rglob("seed*.json"))) == 2
+
+
+def test_ctrl_c_stops_two_workers_at_once(tmp_path):
+    """The terminal sends it to all processes of the group."""
+    many = ["--set=training.epochs=100000", *SETS[1:]]
+    command = ["run", "toy/m1", "--methods", "mle", "--seeds", "6", "--workers", "2", "--results", str(tmp_path), *many]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bayesformer", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    begun = time.monotonic()
+    while len(list((tmp_path / CHECKPOINTS).rglob("*.safetensors"))) < 2:  # both workers train
+        assert process.poll() is None
+        assert time.monotonic() - begun < 120
+        time.sleep(0.1)
+    trained = {path.parent for path in (tmp_path / CHECKPOINTS).rglob("*.safetensors")}
+    pressed = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - pressed < 10
+    assert process.returncode == 130
+    assert "interrupted; finished results are kept, call again to resume." in errors
+    assert {path.parent for path in (tmp_path / CHECKPOINTS).rglob("*.safetensors")} == trained  # nothing was begun
+
+
+def test_a_damaged_checkpoint_says_what_to_delete(tmp_path):
+    (cell,) = plan(["toy/m1"], ["mle"], [0], TINY)
+    folder = tmp_path / CHECKPOINTS / cell.trained_in
+    folder.mkdir(parents=True)
+    names = checkpoints_of(cell, tmp_path / "elsewhere")
+    for name in names:
+        (folder / name).write_bytes(b"damaged")
+    ((_, problem),) = runner.run([cell], Options(tmp_path)).failed
+    assert f"checkpoint {folder}" in problem
+    assert f"Delete the checkpoints in {folder} and run again: the cell is then trained anew." in problem
+    for name in names:
+        (folder / name).unlink()
+    assert not runner.run([cell], Options(tmp_path)).failed
+
+
+def checkpoints_of(cell, folder):
+    """Names of the checkpoint files that training the cell writes."""
+    names = []
+    real = training_loop._save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_loop, "_save", lambda *a: (names.append(a[2].name), real(*a)))
+        runner.run([cell], Options(folder, keep_posteriors=False))
+    return set(names)
 
 
 def linger(seconds, reporter):
@@ -308,9 +410,9 @@ def test_a_configuration_file(tmp_path, capsys):
 def test_list_names_every_task_method_and_setting(capsys):
     assert cli.main(["list", "--settings"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in [*tasks.TASKS, *runner.METHODS])
+    assert all(name in out for name in [*tasks.TASKS, *METHODS])
     assert all(text for _, _, text in explain(Training))
-    assert all(text for kind in runner.METHODS.values() for _, _, text in explain(kind))
+    assert all(text for kind in METHODS.values() for _, _, text in explain(kind))
 
 
 def test_help_of_every_verb(capsys):
@@ -325,7 +427,7 @@ def test_demo_covers_the_first_tasks_and_methods():
     cells = demo.cells([0])
     assert {c.task for c in cells} == {"digits", *(name for name in tasks.TASKS if name.startswith("toy/"))}
     assert {c.method for c in cells} == {"mle", "map", "ensemble", "mc_dropout"}
-    assert max(c.method_settings.get("members", 1) for c in cells) < runner.METHODS["ensemble"]().members
+    assert max(c.method_settings.get("members", 1) for c in cells) < METHODS["ensemble"]().members
 
 
 def test_data_files(tmp_path):

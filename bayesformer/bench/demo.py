@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bayesformer.bench.runner import Cell, plan
+from bayesformer.bench.planning import Cell, plan
 
 NOTE = (
     "Demo settings: short training (20 epochs on the series, 30 on the digits), 3 ensemble members, 10 dropout "

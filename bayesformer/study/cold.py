@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from bayesformer.bench.planning import Cell, plan
 from bayesformer.bench.report.plot import Plot
 from bayesformer.bench.report.scale import Scale, without_outliers
 from bayesformer.bench.report.standalone import Key, write_figure
-from bayesformer.bench.runner import Cell, plan
 from bayesformer.bench.statistics import summarise
 
 TEMPERATURES = (1.0, 0.3, 0.1, 0.01, 0.001)
