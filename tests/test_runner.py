@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from bayesformer import cli
 from bayesformer import train as training_loop
 from bayesformer.bench import demo, runner, tasks
 from bayesformer.bench.costs import TIMED, TIMES
+from bayesformer.bench.packing import pack
 from bayesformer.bench.planning import plan
 from bayesformer.bench.predicting import read_rows
 from bayesformer.bench.records import CHECKPOINTS, read_results
@@ -27,6 +29,7 @@ from bayesformer.bench.trial import Options
 from bayesformer.methods import METHODS
 from bayesformer.posterior import Posterior
 from bayesformer.settings import explain, parse_assignment
+from bayesformer.storage import with_numbers, write_json
 from bayesformer.train import Training
 
 ROOT = Path(__file__).parent.parent
@@ -405,6 +408,82 @@ def test_a_configuration_file(tmp_path, capsys):
     config.write_text('tasks = ["toy/m1"]\nepochs = 3\n')
     assert cli.main(["run", "--config", str(config)]) == 2
     assert "unknown entry of the configuration 'epochs'" in capsys.readouterr().err
+
+
+def test_an_infinite_setting_is_recorded_and_read_back(tmp_path, capsys):
+    arguments = ["run", "toy/m1", "--methods", "mle,map", "--results", str(tmp_path), *SETS, "--set=training.clip=inf"]
+    assert cli.main(arguments) == 0
+    assert "2 cells run, 0 were there already" in capsys.readouterr().out
+    (mle,) = tmp_path.glob("toy-m1/mle-*/seed0.json")
+    assert '"clip": "inf"' in mle.read_text()
+    json.loads(mle.read_text(), parse_constant=pytest.fail)  # no Infinity, which JSON does not have
+    pack(tmp_path)
+    assert [r["settings"]["training"]["clip"] for r in read_results(tmp_path).results] == [math.inf] * 2
+    assert cli.main(arguments) == 0
+    assert "0 cells run, 2 were there already" in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path)]) == 0
+
+
+def test_a_score_that_is_not_a_number_loses_no_cell(tmp_path, monkeypatch):
+    real = tasks.ToySeries.evaluate
+
+    def strange(self, ask, data):
+        evaluation = real(self, ask, data)
+        evaluation.metrics.update(crps=math.nan, rmse=math.inf, process_mse=-math.inf)
+        return evaluation
+
+    monkeypatch.setattr(tasks.ToySeries, "evaluate", strange)
+    outcome = runner.run(plan(["toy/m1"], ["mle"], [0], TINY), Options(tmp_path))
+    assert not outcome.failed
+    metrics = read_results(tmp_path).results[0]["metrics"]
+    assert math.isnan(metrics["crps"])
+    assert (metrics["rmse"], metrics["process_mse"]) == (math.inf, -math.inf)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path), "--markdown", "--metric", "crps"]) == 0
+
+
+def test_texts_stand_for_numbers_that_json_lacks(tmp_path):
+    value = {"a": [1.0, math.inf, {"b": -math.inf}], "c": (2, "x"), "d": None}
+    write_json(tmp_path / "x.json", value)
+    stored = json.loads((tmp_path / "x.json").read_text())
+    assert stored == {"a": [1.0, "inf", {"b": "-inf"}], "c": [2, "x"], "d": None}
+    assert with_numbers(stored) == {**value, "c": [2, "x"]}
+    write_json(tmp_path / "y.json", math.nan)
+    assert math.isnan(with_numbers(json.loads((tmp_path / "y.json").read_text())))
+
+
+def test_what_cannot_be_recorded_is_refused_before_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "run_cell", pytest.fail)
+    wrong = ["run", "toy/m1", "--methods", "combined", "--results", str(tmp_path), "--set"]
+    assert cli.main([*wrong, "combined.attention={spread = 2026-01-01}"]) == 2
+    text = (
+        "combined.attention must be made of numbers, texts, lists and tables, to be recorded; got {'spread': datetime"
+    )
+    assert text in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert cli.main(["run", "toy/m1", "--methods", "mle", "--results", str(tmp_path / "file")]) == 2
+    assert "file must be a folder one can write to: File exists." in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_fails_its_cell_alone_and_is_not_trained_again(tmp_path, monkeypatch):
+    cells = plan(["toy/m1", "toy/m4"], ["mle"], [0], TINY)
+    real, full = runner.write_json, [cells[0].path]
+
+    def write(path, value):
+        if any(path.is_relative_to(tmp_path) and path.parts[-3:] == cell.parts for cell in full):
+            raise OSError(28, "No space left on device")
+        real(path, value)
+
+    monkeypatch.setattr(runner, "write_json", write)
+    outcome = runner.run(cells, Options(tmp_path, keep_posteriors=False))
+    ((cell, problem),) = outcome.failed
+    assert (cell, len(outcome.done)) == (cells[0], 1)
+    assert "No space left on device (its error could not be written to a file: No space left on device)" in problem
+    full.clear()
+    steps = []
+    monkeypatch.setattr(training_loop, "_save", lambda *arguments: steps.append(arguments))
+    assert not runner.run(cells, Options(tmp_path, keep_posteriors=False)).failed
+    assert not steps  # the checkpoint of the whole training was there
 
 
 def test_list_names_every_task_method_and_setting(capsys):

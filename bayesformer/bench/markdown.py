@@ -23,7 +23,7 @@ def comparison(results: Sequence[dict[str, Any]], metric: str | None = None) -> 
     tasks = sorted({r["task"] for r in results})
     columns = {task: _column([r for r in results if r["task"] == task], task, metric) for task in tasks}
     rows = sorted({name for column in columns.values() for name in column})
-    most = max(s.summary.n for column in columns.values() for s in column.values() if s.summary)
+    most = max((s.summary.n for column in columns.values() for s in column.values() if s.summary), default=0)
 
     def place(name: str) -> tuple[bool, float]:
         found = [s.summary.mean for c in columns.values() if (s := c.get(name)) and s.summary]

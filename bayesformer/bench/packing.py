@@ -83,7 +83,8 @@ def _whole(record: Record | DamagedFileError) -> Record:
 
 def _one_line(record: Record) -> bytes:
     """The record's JSON on one line, byte for byte unless it was spread over several."""
-    return json.dumps(record.result).encode() if b"\n" in record.line or b"\r" in record.line else record.line
+    several = b"\n" in record.line or b"\r" in record.line
+    return json.dumps(json.loads(record.line)).encode() if several else record.line
 
 
 def _order(path: Path) -> tuple[str, str, int]:

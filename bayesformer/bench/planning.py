@@ -167,15 +167,29 @@ def plan(
     cells: dict[tuple[str, int], Cell] = {}
     for task_name in expand(tasks, TASKS, "task"):
         task_changes, training_changes = overrides.of_task(task_name)
+        _check_recordable(task_changes, task_name)
+        _check_recordable(training_changes, "training")
         task = override(TASKS[task_name](), task_changes, task_name)
         training = override(task.training, training_changes, "training")
         for variant in [v for v in variants(methods) if fnmatchcase(task_name, v.tasks)]:
             chosen = {**overrides.methods.get(variant.method, {}), **variant.settings}
             short = task_name.rpartition("/")[2]
             chosen = {k: v.replace("{task}", short) if isinstance(v, str) else v for k, v in chosen.items()}
+            _check_recordable(chosen, variant.method)
             method = override(METHODS[variant.method](), chosen, variant.method)
             parts = asdict(task), asdict(training), asdict(method)  # type: ignore[call-overload]
             for seed in seeds if variant.seeds is None else range(variant.seeds):
                 cell = Cell(task_name, variant.method, seed, *parts)
                 cells[cell.key, seed] = cell  # two entries may describe one cell
     return list(cells.values())
+
+
+def _check_recordable(settings: Mapping[str, Any], where: str) -> None:
+    """Refuse a setting that could not be written beside its result, such as a date in a TOML table."""
+    for name, value in settings.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{where}.{name} must be made of numbers, texts, lists and tables, to be recorded; got {value!r}."
+            ) from error

@@ -16,7 +16,7 @@ from bayesformer.methods import build_method, wrap
 from bayesformer.posterior import FACTS, Posterior
 from bayesformer.predictive import CategoricalPredictive, Predictive
 from bayesformer.settings import override
-from bayesformer.storage import read_json, read_tensors
+from bayesformer.storage import read_json, read_tensors, with_numbers
 
 KEY = "inputs"
 
@@ -30,8 +30,8 @@ def load_posterior(folder: Path) -> tuple[Task, Posterior]:
             f"posterior {folder} does not say which task it was made for; load it in Python with "
             "Posterior.load(folder, model)."
         )
-    task = override(TASKS[made_for["name"]](), made_for["settings"], made_for["name"])
-    settings = dict(saved["facts"]["method"])
+    task = override(TASKS[made_for["name"]](), with_numbers(made_for["settings"]), made_for["name"])
+    settings = with_numbers(saved["facts"]["method"])
     method = build_method(settings.pop("name"), settings)
     return task, Posterior.load(folder, wrap(method, task.model()))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bayesformer.errors import DamagedFileError
+from bayesformer.storage import NOT_FINITE, with_numbers
 
 FAILED, CHECKPOINTS, POSTERIORS = "failed", ".checkpoints", "posteriors"
 ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
@@ -21,6 +22,8 @@ ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
 REQUIRED = {"task": str, "method": str, "seed": int, "metrics": dict, "cost": dict}
 OPTIONAL = {"key": str, "variant": str, "primary": str, "started": str, "settings": dict, "figures": dict}
 """Types of what every result has, and of what it may lack."""
+NUMERIC = ("settings", "fit", "validation", "cost", "metrics", "oracle")
+"""Parts in which infinities and NaN are written as text."""
 
 
 class Record(NamedTuple):
@@ -128,6 +131,8 @@ def parse(line: bytes, source: str) -> dict[str, Any]:
     for name, kind in {**REQUIRED, **{k: v for k, v in OPTIONAL.items() if k in result}}.items():
         if not isinstance(result[name], kind) or isinstance(result[name], bool):
             raise DamagedFileError(f"result {source}: {name} must be {kind.__name__}; got {result[name]!r:.40}.")
+    if any(f'"{text}"'.encode() in line for text in NOT_FINITE):
+        result |= {name: with_numbers(result[name]) for name in NUMERIC if name in result}
     return result
 
 

@@ -8,6 +8,7 @@ the others. `planning` makes the cells, `trial` does one, `pool` spreads them ov
 from __future__ import annotations
 
 import shutil
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,9 +39,20 @@ def missing_cells(cells: Sequence[Cell], folder: Path) -> list[Cell]:
     return [cell for cell in cells if folder / cell.path not in done]
 
 
+def check_writable(folder: Path) -> None:
+    """Make the folder and see that a file can be written there, before anything is trained."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"results folder {folder} must be a folder one can write to: {error.strerror}.") from error
+
+
 def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = None) -> Outcome:
     """Run the cells that have no result yet; each result is safe on disk as soon as its cell ends."""
     reporter = reporter or Silent()
+    check_writable(options.results)
     missing = missing_cells(cells, options.results)
     waiting = Counter(cell.trained_in for cell in missing)
     done: list[Path] = []
@@ -89,9 +101,9 @@ class CellWork:
         """Run the cell and write its result, or its error; returns the error in one line, or None."""
         try:
             result = run_cell(cell, self.options, _Named(reporter, str(cell)))
+            write_json(self.options.results / cell.path, result)
         except Exception as error:
             return self.failed(cell, error)
-        write_json(self.options.results / cell.path, result)
         (self.options.results / FAILED / cell.path).unlink(missing_ok=True)
         return None
 
@@ -100,7 +112,10 @@ class CellWork:
         text = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
         aside = {**asdict(cell), "error": text, "traceback": trace, **provenance()}
-        write_json(self.options.results / FAILED / cell.path, aside)
+        try:
+            write_json(self.options.results / FAILED / cell.path, aside)
+        except OSError as full:  # the disk, which may be why the cell failed; its checkpoint is there
+            text += f" (its error could not be written to a file: {full.strerror})"
         return text
 
 
