@@ -359,11 +359,32 @@ def alive(pid):
         (["run", "toy/m1", "--seeds", "0"], "seeds must be a whole number of at least 1; got 0"),
         (["run", "toy/m1", "--workers", "0"], "--workers must be at least 1; got 0"),
         (["run"], "tasks must be given"),
+        (
+            ["run", "toy/m1", "--methods", "mle", "--set", "mle.members=3"],
+            "unknown setting of mle 'members'; there is none.",
+        ),
+        (["run", "toy/m1", "--methods", ""], "unknown method ''"),
+        (["run", "toy/m1", "--set", "training.epochs=2.5"], "training.epochs must be int; got 2.5"),
+        (["run", "toy/m1", "--set", "training.batch_size=0"], "training.batch_size must be positive; got 0"),
+        (["run", "toy/m1", "--config", "."], "config . must be a TOML file; it is a folder."),
+        (["run", "toy/m1", "--config", "/nowhere.toml"], "config /nowhere.toml does not exist."),
+        (["demo", "--workers", "0"], "--workers must be at least 1; got 0"),
+        (["demo", "--seeds", "0"], "seeds must be a whole number of at least 1; got 0"),
+        (["report", "results/ekf", "--output", "tests"], "--output must be a file; tests is a folder."),
+        (["study", "cost", "results/laplace", "--output", "tests"], "--output must be a file; tests is a folder."),
+        (["predict", "x", "y.csv", "--output", "tests"], "--output must be a file; tests is a folder."),
+        (["predict", "README.md", "y.csv"], "README.md/posterior.json: Not a directory."),
+        (
+            ["report", "results/ekf", "--choose", "zzz"],
+            "unknown setting of the methods in these results 'zzz'. Known: draws",
+        ),
+        (["report", "results/ekf", "--choose", "draws"], "setting 'draws' must have several values in the runs of one"),
         (["report", "/nowhere"], "results folder /nowhere does not exist"),
         (["predict", "/nowhere", "x.csv"], "does not exist"),
     ],
 )
-def test_the_command_line_explains_mistakes(arguments, text, capsys):
+def test_the_command_line_explains_mistakes(arguments, text, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     assert cli.main(arguments) == 2
     assert text in capsys.readouterr().err
 
@@ -391,6 +412,12 @@ def test_run_report_and_predict_from_the_command_line(tmp_path, capsys):
     assert float(rows[0]["total"]) == pytest.approx(float(rows[0]["sd"]) ** 2, rel=1e-4)
     assert cli.main(["predict", str(posterior), str(data), "--output", str(tmp_path / "out.csv")]) == 0
     assert (tmp_path / "out.csv").read_text().startswith("example,position,mean")
+    capsys.readouterr()
+    data.write_text("0.1,0.2,0.3\n1,1e30,3\n")
+    assert cli.main(["predict", str(posterior), str(data)]) == 2
+    captured = capsys.readouterr()
+    assert "the prediction of row 2 is not a finite number: the row holds values of up to 1e+30, too" in captured.err
+    assert captured.out == ""
 
 
 def test_a_configuration_file(tmp_path, capsys):
@@ -408,6 +435,52 @@ def test_a_configuration_file(tmp_path, capsys):
     config.write_text('tasks = ["toy/m1"]\nepochs = 3\n')
     assert cli.main(["run", "--config", str(config)]) == 2
     assert "unknown entry of the configuration 'epochs'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"training = 3", "training in the configuration must be a table of settings, [training]; got 3."),
+        (b"seeds = true", "seeds must be a whole number of at least 1; got True."),
+        (b"methods = []", "methods must name at least one that runs on toy/m1; got []."),
+        (b"methods = [{name='vi', tasks='digits'}]", "methods must name at least one that runs on toy/m1; got [{"),
+        (
+            b"methods = [{name='vi', temperature=[]}]",
+            "methods: temperature of vi must list at least one value; got [].",
+        ),
+        (
+            b"methods = [{name='vi', seeds=true}]",
+            "methods: seeds of vi must be a whole number of at least 1; got True.",
+        ),
+        (b"seeds = '\xff'", "c.toml is not valid TOML: 'utf-8' codec can't decode byte"),
+    ],
+)
+def test_mistakes_in_a_configuration_file(content, text, tmp_path, capsys):
+    config = tmp_path / "c.toml"
+    config.write_bytes(b'tasks = ["toy/m1"]\n' + content + b"\n")
+    assert cli.main(["run", "--config", str(config), "--dry-run"]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """As in `bayesformer list --settings | head -1`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bayesformer", "report", "results/weight_space", "--markdown"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_options_refuse_no_workers(tmp_path):
+    for workers in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"workers must be a whole number of at least 1; got {workers}"):
+            Options(tmp_path, workers=workers)
 
 
 def test_an_infinite_setting_is_recorded_and_read_back(tmp_path, capsys):
@@ -519,7 +592,29 @@ def test_data_files(tmp_path):
     save_file({"inputs": rows}, tmp_path / "a.safetensors")
     for name in ["a.npy", "a.npz", "a.csv", "a.safetensors"]:
         assert torch.equal(read_rows(tmp_path / name), rows)
+    (tmp_path / "mark.csv").write_bytes(b"\xef\xbb\xbf1,2\n3,4\n")  # as spreadsheets write it
+    assert torch.equal(read_rows(tmp_path / "mark.csv"), rows)
+    (tmp_path / "head.csv").write_bytes(b"\xef\xbb\xbf,b\n1,2\n3,4\n")  # an empty name in the header
+    assert torch.equal(read_rows(tmp_path / "head.csv"), rows)
+    np.savez(tmp_path / "whole.npz", inputs=rows.numpy())
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for name, content in {"cut.npz": whole[:-30], "flip.npz": whole.replace(b"\x80?", b"\x81?", 1)}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"data file .*{name} cannot be read"):
+            read_rows(tmp_path / name)
+    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
+    with pytest.raises(ValueError, match="words.npy must hold numbers; got an array of <U1"):
+        read_rows(tmp_path / "words.npy")
+    with pytest.raises(ValueError, match="must be a file; it is a folder or a device"):
+        read_rows(tmp_path)
+    (tmp_path / "latin.csv").write_bytes(b"1,2\n3,\xe4\n")
+    with pytest.raises(ValueError, match="data file .*latin.csv is not text in UTF-8: 'utf-8' codec can't decode"):
+        read_rows(tmp_path / "latin.csv")
     bad = {
+        "empty.csv": (",2\n3,4\n", r"line 1: '' must be a number"),
+        "mixed.csv": ("x,2\n3,4\n", r"line 1: 'x' must be a number"),
+        "infinite.csv": ("1,2\n3,inf\n", r"row 2 must hold finite numbers of float32; got inf"),
+        "huge.csv": ("1,2\n1e60,4\n", r"row 2 must hold finite numbers of float32; got 1e\+60"),
         "b.csv": ("1,2\n3\n", r"rows of one length; got \[1, 2\]"),
         "c.csv": ("1,2\n3,x\n", r"line 2: 'x' must be a number"),
         "d.txt": ("1", "must end in .csv"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics as stats
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from bayesformer.bench.statistics import Standing, finite, part, standings
@@ -70,13 +70,20 @@ def choices(results: Sequence[dict[str, Any]], setting: str) -> dict[str, dict[A
         method: Mapping[str, Any] = part(part(result, "settings"), "method")
         if setting in method and finite(result.get("validation")) is not None:
             cell = result["task"], int(result["seed"])
-            groups[_family(result, setting)][method[setting]][cell] = result["validation"]
+            value = method[setting] if isinstance(method[setting], Hashable) else str(method[setting])
+            groups[_family(result, setting)][value][cell] = result["validation"]
     found = {}
     for name, values in groups.items():
         shared = set.intersection(*(set(cells) for cells in values.values()))
         if len(values) > 1 and shared:
-            found[name] = {v: stats.fmean(cells[c] for c in shared) for v, cells in sorted(values.items())}
+            found[name] = {v: stats.fmean(cells[c] for c in shared) for v, cells in sorted(values.items(), key=_rank)}
     return found
+
+
+def _rank(item: tuple[Any, object]) -> tuple[str, Any]:
+    """Numbers by size, then texts, then what cannot be compared by its text."""
+    value = item[0]
+    return ("", value) if isinstance(value, int | float) else (type(value).__name__, str(value))
 
 
 def _family(result: Mapping[str, Any], setting: str) -> str:
@@ -90,7 +97,12 @@ def _family(result: Mapping[str, Any], setting: str) -> str:
 def choice_table(results: Sequence[dict[str, Any]], setting: str) -> str:
     """Every choice as a table, the chosen value in bold."""
     found = choices(results, setting)
-    values = sorted({v for scores in found.values() for v in scores})
+    if not found:
+        known = {name for r in results for name in part(part(r, "settings"), "method")}
+        if setting not in known:
+            raise unknown_name("setting of the methods in these results", setting, known)
+        raise ValueError(f"setting {setting!r} must have several values in the runs of one method; got one of each.")
+    values = [v for v, _ in sorted({v: 0 for scores in found.values() for v in scores}.items(), key=_rank)]
     lines = [f"| validation log-likelihood at {setting} | {' | '.join(map(str, values))} |"]
     lines.append("|---|" + "---|" * len(values))
     for name, scores in sorted(found.items()):

@@ -138,8 +138,10 @@ def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
         names, seeds = expand([table.pop("name")], METHODS, "method"), table.pop("seeds", None)
         tasks = table.pop("tasks", "*")
         expand([tasks], TASKS, "task")
-        if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
+        if seeds is not None and (not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1):
             raise ValueError(f"methods: seeds of {names[0]} must be a whole number of at least 1; got {seeds!r}.")
+        if empty := [name for name, value in table.items() if value == []]:
+            raise ValueError(f"methods: {empty[0]} of {names[0]} must list at least one value; got [].")
         choices = [value if isinstance(value, list) else [value] for value in table.values()]
         for name in names:
             found += [
@@ -181,6 +183,8 @@ def plan(
             for seed in seeds if variant.seeds is None else range(variant.seeds):
                 cell = Cell(task_name, variant.method, seed, *parts)
                 cells[cell.key, seed] = cell  # two entries may describe one cell
+    if not cells:
+        raise ValueError(f"methods must name at least one that runs on {', '.join(tasks)}; got {list(methods)}.")
     return list(cells.values())
 
 

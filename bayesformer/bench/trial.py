@@ -39,6 +39,10 @@ class Options:
     keep_posteriors: bool = True
     checkpoint_seconds: float = 10.0
 
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
+            raise ValueError(f"workers must be a whole number of at least 1; got {self.workers!r}.")
+
 
 def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]:
     """Train the cell's posterior, judge it on the task's test data and return the record of it.

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from bayesformer.attention import attention_kl, build_family, install
 from bayesformer.dropout import set_dropout
 from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, task_of
-from bayesformer.methods.problem import Problem, check_ranges
+from bayesformer.methods.problem import Problem
+from bayesformer.methods.ranges import above, at_least, check_ranges, one_of, whole
 from bayesformer.posterior import Posterior
 from bayesformer.settings import LATER
 from bayesformer.weights import Samples
@@ -67,10 +68,10 @@ class Attention:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            temperature=self.temperature >= 0,
-            rho=self.rho > 0,
-            annealing=self.annealing in {"none", "linear", "sigmoid"},
-            draws=self.draws >= 0,
+            temperature=at_least(0),
+            rho=above(0),
+            annealing=one_of(("none", "linear", "sigmoid")),
+            draws=whole(0),
         )
         build_family(self.family, **self._settings)
         if self.weight_prior is not None:

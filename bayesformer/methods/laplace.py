@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,8 @@ from bayesformer.links import Link
 from bayesformer.methods.laplace_tuning import Tuned, quadratic, tune
 from bayesformer.methods.members import prior_of
 from bayesformer.methods.points import fit_members
-from bayesformer.methods.problem import Problem, check_problem, check_ranges
+from bayesformer.methods.problem import Problem, check_problem
+from bayesformer.methods.ranges import above, check_ranges, either, one_of, whole
 from bayesformer.network import FlatModel, Layout, apply, device_of, trainable
 from bayesformer.posterior import WAYS, Posterior, Way
 from bayesformer.progress import Reporter, bars
@@ -80,22 +80,21 @@ class Laplace:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        number = self.prior_precision
         check_ranges(
             self,
-            prior_precision=number in NAMED or (isinstance(number, int | float) and 0 < number < math.inf),
-            start=self.start > 0 and math.isfinite(self.start),
-            per=self.per in {"one", "layer", "weight"},
-            noise=self.noise in {"given", "marglik", "validation"},
-            temperature=self.temperature > 0,
-            structure=self.structure in STRUCTURES,
-            curvature=self.curvature in {"auto", "ggn", "mc", "fisher"},
-            predictive=self.predictive in WAYS,
-            draws=self.draws >= 1,
-            samples=self.samples >= 1,
-            rank=self.rank >= 1,
-            size=self.size >= 1,
-            grid=self.grid >= 2,
+            prior_precision=either(above(0, finite=True), one_of(NAMED)),
+            start=above(0, finite=True),
+            per=one_of(("one", "layer", "weight")),
+            noise=one_of(("given", "marglik", "validation")),
+            temperature=above(0),
+            structure=one_of(STRUCTURES),
+            curvature=one_of(("auto", "ggn", "mc", "fisher")),
+            predictive=one_of(WAYS),
+            draws=whole(1),
+            samples=whole(1),
+            rank=whole(1),
+            size=whole(1),
+            grid=whole(2),
         )
         links.check_link(self.link)
         if self.per != "one" and self.prior_precision not in {"auto", "marglik"}:

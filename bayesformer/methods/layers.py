@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from bayesformer.layers import Variational, convert, convert_concrete, kl_divergence
 from bayesformer.methods.members import facts_of, prior_of, run, task_of
-from bayesformer.methods.problem import Problem, check_ranges
+from bayesformer.methods.problem import Problem
+from bayesformer.methods.ranges import above, at_least, between, check_ranges, one_of, whole, within
 from bayesformer.network import FlatModel, Layout
 from bayesformer.posterior import WAYS, Posterior, Way
 from bayesformer.settings import LATER
@@ -44,7 +45,7 @@ class MeanField:
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
     def __post_init__(self) -> None:
-        check_ranges(self, temperature=self.temperature >= 0, draws=self.draws >= 1, predictive=self.predictive in WAYS)
+        check_ranges(self, temperature=at_least(0), draws=whole(1), predictive=one_of(WAYS))
         prior_of(self.prior)
         if self.predictive != "sampled" and self.family != "gaussian":
             raise ValueError(
@@ -112,12 +113,12 @@ class ConcreteDropout:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            low=0 < self.low < 1,
-            high=self.low <= self.high < 1,
-            relaxation=self.relaxation > 0,
-            lengthscale=self.lengthscale >= 0,
-            temperature=self.temperature >= 0,
-            draws=self.draws >= 1,
+            low=between(0, 1),
+            high=within(self.low, 1),
+            relaxation=above(0),
+            lengthscale=at_least(0),
+            temperature=at_least(0),
+            draws=whole(1),
         )
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -48,13 +48,6 @@ class Method(Protocol):
         ...
 
 
-def check_ranges(method: object, **rules: bool) -> None:
-    """Refuse a setting whose rule does not hold."""
-    for name, holds in rules.items():
-        if not holds:
-            raise ValueError(f"{type(method).__name__.lower()}.{name} is out of range; got {getattr(method, name)}.")
-
-
 def check_problem(model: nn.Module, problem: Problem) -> None:
     """Run the model on two examples and see that its outputs, the likelihood and all targets fit together."""
     model.eval()

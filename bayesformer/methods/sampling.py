@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.schedules import Schedule
 from bayesformer.methods.members import buffers_of, facts_of, prior_of, run, shortened, task_of
-from bayesformer.methods.problem import Problem, check_ranges
+from bayesformer.methods.problem import Problem
+from bayesformer.methods.ranges import above, at_least, check_ranges, whole, within
 from bayesformer.network import Layout
 from bayesformer.posterior import Posterior
 from bayesformer.priors import Prior
@@ -50,13 +50,13 @@ class _Chains(ABC):
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            chains=self.chains >= 1,
-            draws=self.draws >= 1,
-            lr=self.lr > 0 and math.isfinite(self.lr),
-            temperature=self.temperature >= 0,
-            warm_up=0 <= self.warm_up < 1,
-            burn_in=0 <= self.burn_in < 1,
-            cycles=self.cycles >= 0,
+            chains=whole(1),
+            draws=whole(1),
+            lr=above(0, finite=True),
+            temperature=at_least(0),
+            warm_up=within(0, 1),
+            burn_in=within(0, 1),
+            cycles=whole(0),
         )
         prior_of(self.prior)
 
