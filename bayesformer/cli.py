@@ -205,28 +205,28 @@ def _study_cold(arguments: argparse.Namespace) -> int:
 
 def _study_cost(arguments: argparse.Namespace) -> int:
     """Draw stored results."""
-    from bayesformer.study import cost
+    from bayesformer.study import prediction_cost
 
     target = arguments.output or arguments.results / "cost.svg"
     _check_file(target, "--output")
     results = _read_results(arguments.results).results
-    print(cost.table(results))
-    print(f"figure: {cost.figure(results, target)}")
+    print(prediction_cost.table(results))
+    print(f"figure: {prediction_cost.figure(results, target)}")
     return 0
 
 
 def _study_graphs(arguments: argparse.Namespace) -> int:
     """Print stored results as the paper's table."""
-    from bayesformer.study import graphs
+    from bayesformer.study import citation_table
 
-    print(graphs.table(_read_results(arguments.results).results))
+    print(citation_table.table(_read_results(arguments.results).results))
     return 0
 
 
 def _study_attention(arguments: argparse.Namespace) -> int:
     """Draw the attention of a saved posterior."""
     from bayesformer.bench.predicting import load_posterior
-    from bayesformer.study import maps
+    from bayesformer.study import attention_maps
 
     _check_file(arguments.output, "--output")
     task, posterior = load_posterior(arguments.posterior)
@@ -234,7 +234,7 @@ def _study_attention(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.index < len(test):
         raise ValueError(f"--index must be in 0..{len(test) - 1}; got {arguments.index}.")
     seen = posterior.attention_maps(test.take(slice(arguments.index, arguments.index + 1)).inputs, arguments.draws)
-    print(f"figure: {maps.figure(seen, arguments.output)}")
+    print(f"figure: {attention_maps.figure(seen, arguments.output)}")
     return 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from bayesformer.bench.markdown import choice_table, comparison
 from bayesformer.bench.records import read_results
 from bayesformer.bench.report import write_report
-from bayesformer.study import accuracy, cold, cost, graphs
+from bayesformer.study import accuracy, citation_table, cold, prediction_cost
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -30,9 +30,9 @@ def tables():
     yield comparison(stored("weight_space"))
     yield choice_table(stored("weight_space"), "temperature")
     yield comparison(stored("attention_series"))
-    yield graphs.table(stored("graphs"))
+    yield citation_table.table(stored("graphs"))
     yield cold_table()
-    yield cost.table(stored("laplace"))
+    yield prediction_cost.table(stored("laplace"))
     yield accuracy.table(accuracy.stored_rows(RESULTS / "accuracy", list(accuracy.CASES)))
 
 

@@ -8,7 +8,7 @@ import torch
 from scipy.sparse import csr_matrix
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.bench.tasks.graph import load_graph
+from bayesformer.bench.tasks.citation_graph import load_graph
 from bayesformer.data import graphs, planetoid
 from bayesformer.errors import DamagedFileError
 from bayesformer.likelihoods import Categorical

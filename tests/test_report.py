@@ -20,11 +20,11 @@ import pytest
 from scipy import stats
 
 from bayesformer.bench.report import write_report
+from bayesformer.bench.report.axis import Scale, log_ticks, nice_ticks, tick_label
 from bayesformer.bench.report.colours import PALETTE, THEME
 from bayesformer.bench.report.examples import png
 from bayesformer.bench.report.markup import Shared, tag
 from bayesformer.bench.report.plot import Plot, marker, thinned
-from bayesformer.bench.report.scale import Scale, log_ticks, nice_ticks, tick_label
 
 METHODS = {"mle": 0.0, "ensemble": 1.0, "laplace": 0.35, "sghmc": 0.6}  # how much each gains
 

@@ -11,14 +11,14 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Rule:
+class SettingRule:
     """What a setting must be: the end of the sentence "vi.draws must be …", and whether a value is that."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-def check_ranges(method: object, **rules: Rule) -> None:
+def check_ranges(method: object, **rules: SettingRule) -> None:
     """Refuse a method one of whose settings breaks its rule, naming the setting, the rule and the value.
 
     `check_ranges(self, draws=whole(1))` raises "vi.draws must be a whole number of at least 1; got 0."
@@ -30,46 +30,46 @@ def check_ranges(method: object, **rules: Rule) -> None:
             raise ValueError(f"{owner}.{name} must be {rule.words}; got {value!r}.")
 
 
-def whole(least: int) -> Rule:
+def whole(least: int) -> SettingRule:
     """A whole number, `least` or more; 2.0 is not one."""
-    return Rule(f"a whole number of at least {least}", lambda v: _number(v, Integral) and v >= least)
+    return SettingRule(f"a whole number of at least {least}", lambda v: _number(v, Integral) and v >= least)
 
 
-def at_least(low: float) -> Rule:
+def at_least(low: float) -> SettingRule:
     """A number, `low` or more, infinity included."""
-    return Rule(f"a number of at least {low}", lambda v: _number(v) and v >= low)
+    return SettingRule(f"a number of at least {low}", lambda v: _number(v) and v >= low)
 
 
-def above(low: float, finite: bool = False) -> Rule:
+def above(low: float, finite: bool = False) -> SettingRule:
     """A number greater than `low`; infinity is refused only where `finite` is asked for."""
     words = f"a {'finite ' if finite else ''}number greater than {low}"
-    return Rule(words, lambda v: _number(v) and v > low and not (finite and math.isinf(v)))
+    return SettingRule(words, lambda v: _number(v) and v > low and not (finite and math.isinf(v)))
 
 
-def finite() -> Rule:
+def finite() -> SettingRule:
     """Any number but infinities and NaN."""
-    return Rule("a finite number", lambda v: _number(v) and math.isfinite(v))
+    return SettingRule("a finite number", lambda v: _number(v) and math.isfinite(v))
 
 
-def within(low: float, high: float) -> Rule:
+def within(low: float, high: float) -> SettingRule:
     """A number from `low`, which is included, to `high`, which is not."""
-    return Rule(f"at least {low} and less than {high}", lambda v: _number(v) and low <= v < high)
+    return SettingRule(f"at least {low} and less than {high}", lambda v: _number(v) and low <= v < high)
 
 
-def between(low: float, high: float) -> Rule:
+def between(low: float, high: float) -> SettingRule:
     """A number from `low` to `high`, neither of them included."""
-    return Rule(f"strictly between {low} and {high}", lambda v: _number(v) and low < v < high)
+    return SettingRule(f"strictly between {low} and {high}", lambda v: _number(v) and low < v < high)
 
 
-def one_of(names: Iterable[str]) -> Rule:
+def one_of(names: Iterable[str]) -> SettingRule:
     """One of these texts, and nothing else."""
     known = tuple(names)
-    return Rule(f"one of {', '.join(map(repr, known))}", lambda v: isinstance(v, str) and v in known)
+    return SettingRule(f"one of {', '.join(map(repr, known))}", lambda v: isinstance(v, str) and v in known)
 
 
-def either(first: Rule, second: Rule) -> Rule:
+def either(first: SettingRule, second: SettingRule) -> SettingRule:
     """What one rule or the other allows."""
-    return Rule(f"{first.words}, or {second.words}", lambda v: first.holds(v) or second.holds(v))
+    return SettingRule(f"{first.words}, or {second.words}", lambda v: first.holds(v) or second.holds(v))
 
 
 def _number(value: Any, kind: type = Real) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bayesformer.bench.planning import Cell, plan
+from bayesformer.bench.report.axis import Scale, without_outliers
 from bayesformer.bench.report.plot import Plot
-from bayesformer.bench.report.scale import Scale, without_outliers
 from bayesformer.bench.report.standalone import Key, write_figure
 from bayesformer.bench.statistics import summarise
 

@@ -41,7 +41,7 @@ class Report:
         for title, result in sorted(titled, key=lambda pair: str(pair[1].get("started") or "")):
             cells[title, entry_of(result), int(result["seed"])] = result
         found = _collect((key[0], cells[key]) for key in sorted(cells))
-        self.tasks = [Task(name, i, runs) for i, (name, runs) in enumerate(found.items(), 1)]
+        self.tasks = [TaskResults(name, i, runs) for i, (name, runs) in enumerate(found.items(), 1)]
         self.results = [r for runs in found.values() for r in runs]
         self.repeated = len(results) - len(cells)
         self.entries = sorted({entry for _, entry, _ in cells})
@@ -64,7 +64,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskResults:
     """One task's results, grouped by entry and ranked by its primary metric."""
 
     name: str

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from bayesformer.bench.report.data import Report, Task, floats, metric_of
+from bayesformer.bench.report.axis import Scale
+from bayesformer.bench.report.data import Report, TaskResults, floats, metric_of
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import figure, panel
 from bayesformer.bench.report.plot import Plot, marker
-from bayesformer.bench.report.scale import Scale
 from bayesformer.bench.report.wording import fixed, listing
 from bayesformer.bench.statistics import Entry, finite, part
 
@@ -20,7 +20,7 @@ SERIES, MANY = 2, 12  # series that are shown, and from how many methods on only
 LINE, BOX = "M0 6h22", "M0 2h22v8h-22z"  # samples of a line and of an area
 
 
-def reliability(report: Report, task: Task) -> Html | None:
+def reliability(report: Report, task: TaskResults) -> Html | None:
     """Accuracy against stated confidence."""
 
     def draw(plot: Plot, data: Recorded) -> None:
@@ -38,7 +38,7 @@ def reliability(report: Report, task: Task) -> Html | None:
     return figure("Does confidence come true?", [panels], caption + task.seed_note("reliability"), "small")
 
 
-def coverage(report: Report, task: Task) -> Html | None:
+def coverage(report: Report, task: TaskResults) -> Html | None:
     """Share of the truth inside intervals of every level."""
 
     def draw(plot: Plot, data: Recorded) -> None:
@@ -58,7 +58,7 @@ def coverage(report: Report, task: Task) -> Html | None:
 
 def _diagonals(
     report: Report,
-    task: Task,
+    task: TaskResults,
     key: str,
     draw: Callable[[Plot, Recorded], None],
     what: str,
@@ -77,7 +77,7 @@ def _diagonals(
     return panels
 
 
-def entropy(report: Report, task: Task) -> Html | None:
+def entropy(report: Report, task: TaskResults) -> Html | None:
     """Histograms of the entropy on familiar and on foreign inputs."""
     runs = task.pictured("entropy").items()
     found: dict[Entry, Recorded] = {e: data for e, run in runs if (data := run["figures"]["entropy"]).get("sets")}
@@ -122,7 +122,7 @@ def _key_item(name: str, class_: str, shape: str) -> Html:
     return tag("li", sample, name)
 
 
-def bands(report: Report, task: Task) -> Html | None:
+def bands(report: Report, task: TaskResults) -> Html | None:
     """Predictions of the first test series, one row each."""
     runs = task.pictured("bands").items()
     most = SERIES if len(runs) < MANY else 1

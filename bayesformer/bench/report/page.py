@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bayesformer.bench.report.data import Report
+from bayesformer.bench.report.findings import summary
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.parts import details, entry_name, link
 from bayesformer.bench.report.section import section
 from bayesformer.bench.report.style import SCRIPT, sheet
-from bayesformer.bench.report.summary import summary
 from bayesformer.bench.report.wording import DASH, count, duration, listing
 from bayesformer.bench.statistics import Result, entry_of, finite, part
 from bayesformer.storage import write_atomically

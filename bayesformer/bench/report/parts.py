@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bayesformer.bench.report.data import Report, Task
+from bayesformer.bench.report.data import Report, TaskResults
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.plot import marker
 from bayesformer.bench.report.wording import DASH, decimals, difference_decimals, fixed, interval
@@ -29,7 +29,7 @@ def small(text: str, class_: str | None = None) -> Html:
     return tag("small", text, class_=class_)
 
 
-def link(task: Task) -> Html:
+def link(task: TaskResults) -> Html:
     """The task's name, leading to its section."""
     return tag("a", task.name, href=f"#task-{task.index}")
 
@@ -76,7 +76,7 @@ def plus_minus(summary: Summary | None, digits: int, bold: bool = False) -> list
     return [tag("strong", mean) if bold else mean, spread]
 
 
-def scores(task: Task, metric: Metric) -> dict[Entry, Html]:
+def scores(task: TaskResults, metric: Metric) -> dict[Entry, Html]:
     """The cells of one metric, the best mean in bold."""
     summaries = task.summaries(metric.name)
     digits, winners = decimals(summaries.values()), best(means(summaries), metric.better)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from bayesformer.bench.report.axis import Scale, tick_label
 from bayesformer.bench.report.markup import Html, render, short, tag
-from bayesformer.bench.report.scale import Scale, tick_label
 
 TOLERANCE, LINE_GRID, AREA_GRID = 0.15, 0.5, 1.0
 """How exact lines and the edges of areas are, in units of a chart: a screen shows one unit as one or two pixels."""

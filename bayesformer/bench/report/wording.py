@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from bayesformer.bench.report.data import Task
+from bayesformer.bench.report.data import TaskResults
 from bayesformer.bench.statistics import Difference, Standing, Summary, Verdict
 
 DASH = "–"  # what a missing number looks like
@@ -36,7 +36,7 @@ def decimals(summaries: Iterable[Summary | None]) -> int:
     return min(max(wanted, 3 if largest < 1e-2 else 0), 6 if largest < 1e-2 else 4)
 
 
-def score_decimals(task: Task) -> int:
+def score_decimals(task: TaskResults) -> int:
     """Decimals of the metric that ranks."""
     return decimals(s.summary for s in task.standings)
 
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.3g} h"
 
 
-def spread(tasks: Iterable[Task]) -> str:
+def spread(tasks: Iterable[TaskResults]) -> str:
     """What ± means here, with the number of seeds."""
     counts = sorted({len(runs) for task in tasks for runs in task.groups.values()})
     if counts[-1] == 1:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bayesformer.bench.report.data import Report, Task, floats
+from bayesformer.bench.report.data import Report, TaskResults, floats
 from bayesformer.bench.report.examples import png
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import figure, panel, small
 from bayesformer.bench.report.wording import fixed
 
 
-def attention(report: Report, task: Task) -> Html | None:
+def attention(report: Report, task: TaskResults) -> Html | None:
     """Mean and spread of the attention maps of one input, per layer and head."""
     panels = []
     for entry, run in task.pictured("attention").items():

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from bayesformer.bench.report.data import Report, Task, floats
+from bayesformer.bench.report.axis import Scale
+from bayesformer.bench.report.data import Report, TaskResults, floats
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import figure, panel, small
 from bayesformer.bench.report.plot import Plot
-from bayesformer.bench.report.scale import Scale
 from bayesformer.bench.report.wording import fixed
 from bayesformer.bench.statistics import finite, part
 
 DASHES = ("", " dash", " dot")  # tell chains apart without colour
 
 
-def traces(report: Report, task: Task) -> Html | None:
+def traces(report: Report, task: TaskResults) -> Html | None:
     """One panel per sampler: quantities over each other, one line per chain."""
     panels = []
     for entry, run in task.pictured("traces").items():

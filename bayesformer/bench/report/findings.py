@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from statistics import fmean
 
-from bayesformer.bench.report.data import Report, Task
+from bayesformer.bench.report.data import Report, TaskResults
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.parts import (
     cell,
@@ -102,7 +102,7 @@ def _answer_table(report: Report) -> Html:
     return table(caption, head, [_answer_row(report, task, several) for task in report.tasks], "answers")
 
 
-def _answer_row(report: Report, task: Task, name_metric: bool) -> Html:
+def _answer_row(report: Report, task: TaskResults, name_metric: bool) -> Html:
     digits = score_decimals(task)
     base = next((s.summary for s in task.standings if s.entry == task.baseline), None)
     top = task.winners[0] if task.winners else None
@@ -118,7 +118,7 @@ def _answer_row(report: Report, task: Task, name_metric: bool) -> Html:
     return row(link(task), cells)
 
 
-def _verdict_words(task: Task) -> list[Child]:
+def _verdict_words(task: TaskResults) -> list[Child]:
     if not task.winners:
         return ["no ranked score"]
     if task.baseline is None:

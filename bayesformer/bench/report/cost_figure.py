@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bayesformer.bench.report.data import Report, Task
+from bayesformer.bench.report.axis import Scale
+from bayesformer.bench.report.data import Report, TaskResults
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.parts import cell, entry_name, figure, plus_minus, row, small, table
 from bayesformer.bench.report.plot import Plot
-from bayesformer.bench.report.scale import Scale
 from bayesformer.bench.report.wording import DASH, decimals, spread
 from bayesformer.bench.statistics import Entry, Summary
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def cost(report: Report, task: Task) -> list[Html | None]:
+def cost(report: Report, task: TaskResults) -> list[Html | None]:
     """The pictures if there is something to draw, then the table."""
     fit, predict, parameters, memory = map(task.costs, ("fit_seconds", "predict_ms", "parameters", "peak_mib"))
     rows = []
@@ -49,7 +49,7 @@ def _whole(summary: Summary | None) -> str:
     return f"{summary.mean:,.0f}".replace(",", "\u202f") if summary else DASH
 
 
-def _scatter(report: Report, task: Task, costs: Mapping[Entry, Summary | None], label: str) -> Html | None:
+def _scatter(report: Report, task: TaskResults, costs: Mapping[Entry, Summary | None], label: str) -> Html | None:
     quality = task.summaries(task.primary.name)
     shown = [(e, c, q) for e in task.order if (c := costs[e]) and (q := quality[e]) and c.mean > 0]
     if not shown:

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bayesformer.bench.report.axis import Scale, without_outliers
 from bayesformer.bench.report.plot import Plot
-from bayesformer.bench.report.scale import Scale, without_outliers
 from bayesformer.bench.report.standalone import Key, write_figure
 from bayesformer.bench.statistics import BASELINE, Result, Summary, summarise
 from bayesformer.evaluate.catalogue import describe
@@ -24,7 +24,7 @@ GAP = "oracle_gap"
 COLUMNS = 4  # panels side by side
 
 
-class Entry(NamedTuple):
+class CostEntry(NamedTuple):
     """One place in the figure: a method with its settings, how it predicts, and from how many draws."""
 
     family: str
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     quality: Summary
 
 
-def entry_of(result: Result) -> Entry:
+def entry_of(result: Result) -> CostEntry:
     """The entry of a result; a family is named by the method and the settings that differ from its defaults."""
     method, settings = str(result["method"]), result["settings"]["method"]
     defaults = asdict(METHODS[method]())
@@ -53,18 +53,18 @@ def entry_of(result: Result) -> Entry:
     words = ", ".join(f"{name}={value}" for name, value in changed.items())
     family = f"{method} ({words})" if words else method
     if "predictive" not in defaults:
-        return Entry(family)
+        return CostEntry(family)
     way = settings.get("predictive", "sampled")  # results of before there was a choice
-    return Entry(family, way, settings["draws"] if way == "sampled" else None)
+    return CostEntry(family, way, settings["draws"] if way == "sampled" else None)
 
 
-def places(results: Sequence[Result]) -> dict[Entry, Place]:
+def places(results: Sequence[Result]) -> dict[CostEntry, Place]:
     """Cost and quality of every entry of one task, the MLE first, then by name, way and draws."""
     metric = metric_of(results)
-    groups: dict[Entry, list[Result]] = defaultdict(list)
+    groups: dict[CostEntry, list[Result]] = defaultdict(list)
     for result in results:
         groups[entry_of(result)].append(result)
-    base = summarise(r["cost"]["predict_ms"] for r in groups.get(Entry(BASELINE), []))
+    base = summarise(r["cost"]["predict_ms"] for r in groups.get(CostEntry(BASELINE), []))
     if base is None or base.mean <= 0:
         raise ValueError(f"results of {results[0]['task']} must hold an MLE with its cost, to compare with; got none.")
     found = {}
@@ -76,7 +76,7 @@ def places(results: Sequence[Result]) -> dict[Entry, Place]:
     return found
 
 
-def _order(entry: Entry) -> tuple[bool, str, int, int]:
+def _order(entry: CostEntry) -> tuple[bool, str, int, int]:
     return entry.family != BASELINE, entry.family, WAYS.index(entry.way) if entry.way else 0, entry.draws or 0
 
 
@@ -95,7 +95,7 @@ def by_task(results: Iterable[Result]) -> dict[str, list[Result]]:
     return dict(sorted(found.items()))
 
 
-def drawn(entries: Iterable[Entry]) -> list[Entry]:
+def drawn(entries: Iterable[CostEntry]) -> list[CostEntry]:
     """What the figure shows: families sampled with several numbers of draws, in all their ways, and what has no draws
     and no settings of its own. The table has everything."""
     counts: dict[str, set[int]] = defaultdict(set)
@@ -120,22 +120,22 @@ def figure(results: Sequence[Result], path: Path) -> Path:
     return write_figure(path, panels, key, COLUMNS)
 
 
-def _key_label(entry: Entry) -> str:
+def _key_label(entry: CostEntry) -> str:
     name = "MLE" if entry.family == BASELINE else entry.family
     return f"{name}, {entry.way}" if entry.way else name
 
 
-def _shape(entry: Entry) -> int:
+def _shape(entry: CostEntry) -> int:
     return WAYS.index(entry.way) if entry.way else 3 + (entry.family == BASELINE)
 
 
-def _panel(found: Mapping[Entry, Place], styles: Mapping[str, str], label: str) -> Plot:
+def _panel(found: Mapping[CostEntry, Place], styles: Mapping[str, str], label: str) -> Plot:
     ends = [q.mean + k * (q.sd or 0) for _, q in found.values() for k in (-1, 1)]
     x = Scale.over([c.mean for c, _ in found.values()], log=True, pad=0.08)
     y = Scale.over(without_outliers(ends), pad=0.1)
     plot = Plot(x, y, 330, 250, "cost of a prediction, MLE = 1", label, clip=True)
-    if Entry(BASELINE) in found:
-        level = found[Entry(BASELINE)].quality.mean
+    if CostEntry(BASELINE) in found:
+        level = found[CostEntry(BASELINE)].quality.mean
         plot.line([x.low, x.high], [level, level], "guide")
     for i, (family, style) in enumerate(styles.items()):
         line = [(e.draws, place) for e, place in found.items() if e.family == family and e.draws]
