@@ -1,4 +1,4 @@
-"""The command line: verbs, one function each."""
+"""The command line: one function per verb, and what they share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAID = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line with these arguments, by default those of the process; returns the exit code."""
     arguments = parser().parse_args(argv)
     verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
     verb = {**verbs, "results": results}[arguments.verb]
@@ -56,7 +56,7 @@ def _in_words(error: Exception) -> str:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Compare the first methods with short training."""
+    """`bayesformer demo`: run its cells, print tables and write the report page."""
     from bayesformer.bench import demo as demo_comparison
     from bayesformer.engine import cores
 
@@ -73,7 +73,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the missing cells."""
+    """`bayesformer run`: plan the comparison and run the cells that have no result."""
     from bayesformer.bench.planning import plan
     from bayesformer.bench.runner import missing_cells
     from bayesformer.methods import METHODS
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Write the report page."""
+    """`bayesformer report`: write the page of a results folder, or print a table."""
     from bayesformer.bench.report import write_report
 
     target = arguments.output or arguments.results / "report.html"
@@ -117,7 +117,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def list_(arguments: argparse.Namespace) -> int:
-    """Tasks and methods."""
+    """`bayesformer list`: print all tasks and methods, with --settings every setting."""
     from rich.console import Console
     from rich.table import Table
 
@@ -149,7 +149,7 @@ def list_(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Ask a saved posterior."""
+    """`bayesformer predict`: predict the rows of a data file with a saved posterior."""
     from bayesformer.bench.predicting import check_predictions, load_posterior, read_rows, write_predictions
 
     if arguments.output is not None:
@@ -168,13 +168,13 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def study(arguments: argparse.Namespace) -> int:
-    """Answer a study's question."""
+    """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
     return verbs[arguments.name](arguments)
 
 
 def results(arguments: argparse.Namespace) -> int:
-    """Pack the results of each folder into one file; 1 if a file had to stay because it cannot be read."""
+    """`bayesformer results pack`: one file per folder; returns 1 if a file had to stay since it cannot be read."""
     from bayesformer.bench.packing import pack
 
     code = 0

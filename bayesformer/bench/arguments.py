@@ -25,7 +25,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All verbs and their options."""
+    """The parser of the command line, with all verbs and their options."""
     raw = argparse.RawDescriptionHelpFormatter
     main_parser = argparse.ArgumentParser(
         prog="bayesformer",

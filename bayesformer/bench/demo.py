@@ -1,4 +1,4 @@
-"""The demonstration: all first methods on small data, short enough to watch."""
+"""The cells of `bayesformer demo`: four methods on small data with short training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METHODS = ("mle", "map", "ensemble", "mc_dropout")
 
 
 def cells(seeds: Sequence[int]) -> list[Cell]:
-    """What the demo runs."""
+    """All cells that the demo runs, with these training seeds."""
     methods = {"ensemble": {"members": 3}, "mc_dropout": {"draws": 10}}
     toy = {"training": {"epochs": 20}, "toy/*": {"test": 1000}, **methods}
     digits = {"training": {"epochs": 30}, **methods}

@@ -15,7 +15,7 @@ from bayesformer.storage import write_atomically
 
 
 class Packing(NamedTuple):
-    """What packing a folder did."""
+    """The outcome of packing one results folder."""
 
     path: Path  # the file of lines
     cells: int  # in it now

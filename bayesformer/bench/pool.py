@@ -74,7 +74,7 @@ class _Listener:
         self.reporter, self.begun = reporter, set[int]()
 
     def update(self, task: str, done: int, total: int, note: str = "") -> None:
-        """Hear a report of a worker."""
+        """Take a report of a worker: note a cell that has begun, or pass the report on."""
         if task.startswith(f"{BEGUN} "):
             self.begun.add(int(task.removeprefix(f"{BEGUN} ")))
         else:

@@ -1,4 +1,4 @@
-"""A saved posterior on a data file."""
+"""Predictions of a saved posterior for the rows of a data file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "inputs"
 
 
 def load_posterior(folder: Path) -> tuple[Task, Posterior]:
-    """A posterior that the runner kept, with the task it was made for."""
+    """The posterior that a run saved in `folder`, with the task it was trained on."""
     saved = read_json(folder / FACTS, "posterior")
     made_for = saved.get("facts", {}).get("task")
     if made_for is None:
@@ -63,7 +63,7 @@ def read_rows(path: Path) -> Tensor:
 
 
 def write_predictions(predictive: Predictive, file: TextIO) -> None:
-    """CSV: one line per example, or per example and position."""
+    """Write a predictive as CSV, one line per example, or per example and position."""
     writer = csv.writer(file)
     positions = list(itertools.product(*(range(n) for n in predictive.shape)))
     names = ["example", "position"][: len(predictive.shape)]

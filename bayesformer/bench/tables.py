@@ -15,7 +15,7 @@ COLUMNS = ("log_likelihood", "oracle_gap", "accuracy", "ece", "crps", "auroc/shu
 
 
 def print_tables(results: Sequence[dict[str, Any]]) -> None:
-    """One table per task: methods by the task's primary metric, mean ± standard deviation over seeds."""
+    """Print one table per task: methods in the order of the primary metric, mean ± standard deviation over seeds."""
     from rich.console import Console
     from rich.table import Table
 

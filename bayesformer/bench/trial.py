@@ -31,7 +31,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Options:
-    """How cells run; nothing here changes a result."""
+    """How cells are run: where, with how many processes, what is kept. Results do not depend on it."""
 
     results: Path
     workers: int = 1  # cells at once; a single cell may give them to its members

@@ -34,7 +34,7 @@ Cells = Mapping[tuple[str, str], Mapping[int, Result]]
 
 
 def row_of(result: Result) -> str:
-    """The paper's name of a result's method."""
+    """The row of the paper's table that a result belongs to, such as "WC"."""
     if result["method"] in {"map", "mle"}:
         return "GAT"
     settings = result["settings"]["method"]
@@ -67,7 +67,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def accuracies(cells: Cells) -> str:
-    """Mean test accuracy ± standard error, and the paper's."""
+    """A table in Markdown: mean test accuracy ± standard error beside the paper's."""
     columns = [f"{graph} | paper" for graph in GRAPHS]
     lines = [f"| accuracy, % | {' | '.join(columns)} |", "|---|" + "---|" * 2 * len(GRAPHS)]
     for row in ROWS:
@@ -78,7 +78,7 @@ def accuracies(cells: Cells) -> str:
 
 
 def scores(cells: Cells, title: str) -> str:
-    """Mean ± standard error of every score."""
+    """A table in Markdown: mean ± standard error of every score on every graph."""
     columns = [f"{graph} {name}" for graph in GRAPHS for name in ("acc. %", "log-lik.", "ECE", "PAvPU")]
     lines = [f"| {title} | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for row in ROWS:

@@ -58,7 +58,7 @@ def _methods(hot: list[float], warm_up: float) -> list[str | dict[str, Any]]:
 
 
 def line_of(result: dict[str, Any]) -> str:
-    """Which line of the figure a result belongs to."""
+    """The name of the line of the figure that a result belongs to, a key of `METHODS` or "mle"."""
     if result["method"] != "sghmc":
         return result["method"]
     return "parallel" if result["settings"]["method"]["chains"] > 1 else "serial"

@@ -33,13 +33,13 @@ class CostEntry(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name shown to readers."""
+        """The family, the way of predicting and the number of draws as one text."""
         draws = f", {self.draws} draw{'s' if self.draws != 1 else ''}" if self.draws else ""
         return f"{self.family}, {self.way}{draws}" if self.way else self.family
 
 
 class Place(NamedTuple):
-    """Where an entry lies, over seeds."""
+    """The cost and the quality of an entry, each as mean and spread over seeds."""
 
     cost: Summary  # multiples of the MLE's
     quality: Summary
@@ -81,12 +81,12 @@ def _order(entry: CostEntry) -> tuple[bool, str, int, int]:
 
 
 def metric_of(results: Sequence[Result]) -> str:
-    """The gap to the oracle, or the primary metric."""
+    """The name of the metric for these results: the gap to the oracle, or else the task's primary metric."""
     return GAP if all(GAP in r["metrics"] for r in results) else str(results[0]["primary"])
 
 
 def by_task(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Results of every task, tasks by name."""
+    """The results by task, tasks in the order of their names."""
     found: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         found[str(result["task"])].append(result)

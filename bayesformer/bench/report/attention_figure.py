@@ -13,7 +13,7 @@ from bayesformer.bench.report.wording import fixed
 
 
 def attention(report: Report, task: TaskResults) -> Html | None:
-    """Mean and spread of the attention maps of one input, per layer and head."""
+    """The figure of attention maps of one test input: mean and standard deviation per layer and head."""
     panels = []
     for entry, run in task.pictured("attention").items():
         rows = [_row(seen) for seen in run["figures"]["attention"]]

@@ -1,4 +1,4 @@
-"""What a method costs: a table, and quality against price."""
+"""Costs of the methods: a table, and quality against time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def cost(report: Report, task: TaskResults) -> list[Html | None]:
-    """The pictures if there is something to draw, then the table."""
+    """Charts of quality against training and prediction time, and the table of costs."""
     fit, predict, parameters, memory = map(task.costs, ("fit_seconds", "predict_ms", "parameters", "peak_mib"))
     rows = []
     for entry in task.order:

@@ -19,7 +19,7 @@ IMAGES = 8  # most in a row
 
 
 def examples(report: Report, task: TaskResults) -> Html | None:
-    """Test images with the highest and the lowest entropy."""
+    """The figure of test images with the highest and the lowest entropy, a panel per method."""
     panels = []
     for entry, run in task.pictured("examples").items():
         data = run["figures"]["examples"]

@@ -1,4 +1,4 @@
-"""Figures of calibration, of doubt on foreign inputs, and of predictions with their bands."""
+"""Figures of calibration, of uncertainty on inputs unlike the training data, and of predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINE, BOX = "M0 6h22", "M0 2h22v8h-22z"  # samples of a line and of an area
 
 
 def reliability(report: Report, task: TaskResults) -> Html | None:
-    """Accuracy against stated confidence."""
+    """The figure of accuracy against stated confidence, a panel per method."""
 
     def draw(plot: Plot, data: Recorded) -> None:
         confidence, accuracy, count = (floats(data.get(k)) for k in ("confidence", "accuracy", "count"))
@@ -39,7 +39,7 @@ def reliability(report: Report, task: TaskResults) -> Html | None:
 
 
 def coverage(report: Report, task: TaskResults) -> Html | None:
-    """Share of the truth inside intervals of every level."""
+    """The figure of interval coverage: the share of targets inside intervals of every level."""
 
     def draw(plot: Plot, data: Recorded) -> None:
         levels, inside = ([0.0, *floats(data.get(k)), 1.0] for k in ("levels", "coverage"))
@@ -78,7 +78,7 @@ def _diagonals(
 
 
 def entropy(report: Report, task: TaskResults) -> Html | None:
-    """Histograms of the entropy on familiar and on foreign inputs."""
+    """The figure of entropies: histograms on test inputs and on inputs unlike the training data."""
     runs = task.pictured("entropy").items()
     found: dict[Entry, Recorded] = {e: data for e, run in runs if (data := run["figures"]["entropy"]).get("sets")}
     if not found:
@@ -123,7 +123,7 @@ def _key_item(name: str, class_: str, shape: str) -> Html:
 
 
 def bands(report: Report, task: TaskResults) -> Html | None:
-    """Predictions of the first test series, one row each."""
+    """The figure of predictions for the first test series: mean, bands and the truth, a row per series."""
     runs = task.pictured("bands").items()
     most = SERIES if len(runs) < MANY else 1
     found = {e: [s for s in run["figures"]["bands"] if s.get("time")][:most] for e, run in runs}

@@ -1,4 +1,4 @@
-"""The first section: did it help, over all tasks?"""
+"""The first section of the page: what was found over all tasks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OUTCOMES: dict[Verdict, str] = {
 
 
 def summary(report: Report) -> Html:
-    """The answer in words, then per task, then per method."""
+    """The section: a summary in words, a table by task, and ranks by method."""
     return tag(
         "section",
         tag("h2", "Did it help?"),

@@ -1,4 +1,4 @@
-"""What tables and figures are built from."""
+"""Parts that the tables and figures of the page share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bayesformer.evaluate.catalogue import Metric
 
 
 def entry_name(report: Report, entry: Entry) -> Html:
-    """The entry's name behind its marker."""
+    """The marker of an entry, in its colour, followed by its name."""
     swatch = tag(
         "svg",
         report.shared(tag("path", class_="fill", d=marker(5, 5, 4, report.shape(entry)))),
@@ -25,7 +25,7 @@ def entry_name(report: Report, entry: Entry) -> Html:
 
 
 def small(text: str, class_: str | None = None) -> Html:
-    """Words of less weight, such as a spread."""
+    """Text in small print, such as the spread behind a mean."""
     return tag("small", text, class_=class_)
 
 
@@ -35,7 +35,7 @@ def link(task: TaskResults) -> Html:
 
 
 def details(title: str, content: Child, class_: str | None = None) -> Html:
-    """Content that opens on demand."""
+    """A `<details>` element: its content opens when the title is clicked."""
     return tag("details", tag("summary", title), content, class_=class_)
 
 
@@ -50,12 +50,12 @@ def table(caption: Child, head: Sequence[Child], rows: Sequence[Html], class_: s
 
 
 def row(head: Child, cells: Child, class_: str | None = None) -> Html:
-    """A row and what it is about."""
+    """A table row with a head cell and the cells behind it."""
     return tag("tr", tag("th", head, scope="row"), cells, class_=class_)
 
 
 def cell(content: Child) -> Html:
-    """A cell of numbers."""
+    """A table cell of numbers, which does not wrap."""
     return tag("td", content)
 
 
@@ -84,7 +84,7 @@ def scores(task: TaskResults, metric: Metric) -> dict[Entry, Html]:
 
 
 def difference_text(difference: Difference, digits: int) -> list[Child]:
-    """The difference and its interval."""
+    """A mean difference to the MLE with its 95 % interval."""
     digits = difference_decimals(difference, digits)
     return [fixed(difference.mean, digits, True), " ", small(interval(difference, digits), "nowrap")]
 

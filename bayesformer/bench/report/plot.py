@@ -44,7 +44,7 @@ class Plot:
         return self.x(x) * self.inner_width, (1 - self.y(y)) * self.inner_height
 
     def line(self, xs: Sequence[float], ys: Sequence[float], class_: str = "stroke") -> None:
-        """A line, broken where a value is missing."""
+        """A line through the points, broken where a value is not finite."""
         d = "".join(_polyline(run, LINE_GRID) for run in _runs(self.at(x, y) for x, y in zip(xs, ys, strict=False)))
         self._path(d, class_)
 
@@ -89,7 +89,7 @@ class Plot:
         self.marks[start:] = [self.share(render(self.marks[start:]))]
 
     def text(self, px: float, py: float, content: str, class_: str = "") -> None:
-        """Words at a position of the plot area."""
+        """Text at a position of the plot area, in units of the chart."""
         self.marks.append(tag("text", content, x=px, y=py, class_=class_ or None))
 
     def _path(self, d: str, class_: str) -> None:
@@ -97,7 +97,7 @@ class Plot:
             self.marks.append(tag("path", class_=class_, d=d))
 
     def render(self, title: str) -> Html:
-        """The chart as an `<svg>` that says what it is to those who cannot see it."""
+        """The chart as an `<svg>` with `title` as its label for screen readers."""
         area = tag(
             "svg",
             self.marks,

@@ -30,7 +30,7 @@ COLUMNS = 5  # most metrics, the gap to the oracle included
 
 
 def ranking(report: Report, task: TaskResults) -> Html:
-    """The methods by rank."""
+    """The table of a task's methods by rank, with their main scores."""
     shown = [m for m in map(metric_of, task.metrics) if m != task.primary and _family(m.name) in SHOWN]
     shown.sort(key=lambda m: SHOWN.index(_family(m.name)))
     room = COLUMNS - 1 - any(r.get("oracle") for r in task.results)  # the gap is a column, too

@@ -40,7 +40,7 @@ FIGURES: tuple[Callable[[Report, TaskResults], Html | None], ...] = (
 
 
 def section(report: Report, task: TaskResults) -> Html:
-    """Everything about one task."""
+    """The section of one task: an answer in words, tables and figures."""
     return tag(
         "section",
         tag("h2", task.name),
@@ -58,7 +58,7 @@ def section(report: Report, task: TaskResults) -> Html:
 
 
 def _answer(task: TaskResults) -> str:
-    """One sentence, whichever way it went."""
+    """One sentence on the best method and whether it beats the MLE."""
     if not task.winners:
         return "No method has a ranked score on this task."
     names = listing([s.entry.label for s in task.winners])
@@ -110,7 +110,7 @@ def _full_metrics(report: Report, task: TaskResults) -> Html:
 
 
 def _per_seed(report: Report, task: TaskResults) -> Html:
-    """The raw material of the tests."""
+    """The primary metric of every single run, which the tests are computed from."""
     seeds = sorted({int(r["seed"]) for r in task.results})
     digits = score_decimals(task)
     rows = []

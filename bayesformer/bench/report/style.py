@@ -6,7 +6,7 @@ from bayesformer.bench.report.colours import colour_sheet
 
 
 def sheet() -> str:
-    """The whole style sheet."""
+    """The CSS of the page: colours, marks of charts and layout."""
     return colour_sheet() + MARKS + CSS
 
 

@@ -1,4 +1,4 @@
-"""Figure of chains: predictions and weights, draw by draw."""
+"""The figure of chains: predictions and weights along the draws."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DASHES = ("", " dash", " dot")  # tell chains apart without colour
 
 
 def traces(report: Report, task: TaskResults) -> Html | None:
-    """One panel per sampler: quantities over each other, one line per chain."""
+    """The figure of traces: a panel per sampler, a chart per quantity, a line per chain."""
     panels = []
     for entry, run in task.pictured("traces").items():
         recorded = run["figures"]["traces"]

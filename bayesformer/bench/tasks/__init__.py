@@ -43,5 +43,5 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def describe(name: str) -> str:
-    """One line about a task."""
+    """The one-line description of the task of this name."""
     return TASKS[name]().description

@@ -1,4 +1,4 @@
-"""Classes of the nodes of a citation graph."""
+"""The tasks `graph/*`: classes of the nodes of a citation graph."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class CitationGraph(Task):
         return TaskData(graph.part(graph.train, compressed=True), validation, test, probes={})
 
     def model(self) -> nn.Module:
-        """Two layers."""
+        """A graph attention network of two layers, with the sizes of the graph."""
         graph = load_graph(self.name)
         features, classes = graph.x.shape[1], int(graph.y.max()) + 1
         return GraphAttentionNetwork(features, classes, self.width, self.heads, self.out_heads, DEPTH, self.dropout)
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
-        """Scores on the test nodes, each of them a question."""
+        """Classification scores, with every test node as one example."""
         test = data.test
         assert test.mask is not None
         numbers = load_graph(self.name).test.nonzero()[:, 0]  # in the whole graph, in the same order
@@ -69,7 +69,7 @@ class CitationGraph(Task):
         return classification_evaluation(ask(test.inputs).select(test.mask), nodes, {})
 
     def inputs(self, rows: Tensor) -> Inputs:
-        """(N, F) features of all nodes, in the order of the graph, whose edges they get."""
+        """The features (N, F) of all nodes, in the order of the graph, together with its edges."""
         graph = load_graph(self.name)
         if rows.shape != graph.x.shape:
             raise ValueError(f"rows must be features of all nodes, {tuple(graph.x.shape)}; got {tuple(rows.shape)}.")
@@ -78,5 +78,5 @@ class CitationGraph(Task):
 
 @lru_cache(maxsize=1)
 def load_graph(name: str) -> Graph:
-    """A graph, read once: the model needs its sizes."""
+    """The graph of this name; kept, since the model needs its sizes."""
     return planetoid.load(name)

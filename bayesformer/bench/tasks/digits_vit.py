@@ -1,4 +1,4 @@
-"""Handwritten digits."""
+"""The task `digits`: handwritten digits by a vision transformer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DigitsVit(Task):
 
     @property
     def training(self) -> Training:
-        """80 epochs; the rate as for the series, where one seed hardly tells rates apart here."""
+        """80 epochs with the learning rate of the toy series; rates hardly differ here."""
         return Training(epochs=80, batch_size=64, lr=1e-2, schedule="cosine", warmup=100, patience=0)
 
     def load(self) -> TaskData:

@@ -1,4 +1,4 @@
-"""Movie reviews."""
+"""The task `imdb`: the sentiment of movie reviews."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ImdbReviews(Task):
 
     @property
     def training(self) -> Training:
-        """A few epochs: without pretraining, the words are learned by heart soon."""
+        """10 epochs: without pretraining the network soon memorises the training reviews."""
         return Training(epochs=10, batch_size=50, lr=1e-3, schedule="cosine", warmup=100, patience=0)
 
     def load(self) -> TaskData:
@@ -52,12 +52,12 @@ class ImdbReviews(Task):
         return TaskData(reviews.train, reviews.validation, reviews.test, probes={})
 
     def model(self) -> nn.Module:
-        """An encoder whose mean over the words is classified."""
+        """A transformer encoder; the mean of its outputs over the words is classified."""
         encoder = Encoder(dim=self.dim, depth=self.depth, heads=self.heads, max_length=self.length, mlp_ratio=4)
         return SequenceClassifier(encoder, self.words, 2)
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
-        """Scores on the test reviews."""
+        """Classification scores on the test reviews."""
         return classification_evaluation(ask(data.test.inputs), data.test, {})
 
     def inputs(self, rows: Tensor) -> Inputs:

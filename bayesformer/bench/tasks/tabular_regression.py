@@ -1,4 +1,4 @@
-"""Regression on small tables."""
+"""The tasks `regression/*`: regression on small tables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TabularRegression(Task):
 
     @property
     def description(self) -> str:
-        """One line."""
+        """One line about the table: its rows, and whether the true law is known."""
         problem = regression.PROBLEMS[self.problem]
         known = "; the true law is known" if isinstance(problem, regression.Friedman) else ""
         return f"Regression, {self.train} rows: {problem.description}{known}."
@@ -64,7 +64,7 @@ class TabularRegression(Task):
 
     @cached_property
     def table(self) -> regression.Table:
-        """The rows, their units and their law."""
+        """The rows of the table with their units and, where it is known, the law of the target."""
         sizes = {part: getattr(self, part) for part in regression.PARTS}
         return regression.load(regression.PROBLEMS[self.problem], sizes, self.data_seed)
 
@@ -82,7 +82,7 @@ class TabularRegression(Task):
         return FeatureTransformer(Encoder(self.dim, self.depth, self.heads, max_length=1 + features), features)
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
-        """Scores, the gap to the oracle where the law is known, and how well variance tells outsiders."""
+        """Regression scores, the gap to the oracle where it is known, and how well the variance detects far inputs."""
         assert isinstance(data.test.inputs, Tensor)
         predictive = ask(data.test.inputs)
         outsiders = {name: ask(inputs) for name, inputs in data.probes.items()}

@@ -1,4 +1,4 @@
-"""The toy series."""
+"""The tasks `toy/m1` to `toy/m5`: series whose true law is known."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class ToySeries(Task):
 
     @property
     def process(self) -> toy.Series:
-        """The true process."""
+        """The process that generates the series, with its exact conditional law."""
         return toy.SERIES[self.series]
 
     @property
     def description(self) -> str:
-        """One line."""
+        """One line about the series: its name and its process."""
         return f"Series {self.series.upper()}: {self.process.description}; the true law is known."
 
     @property
