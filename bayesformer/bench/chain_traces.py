@@ -47,7 +47,7 @@ def picture(posterior: Posterior, inputs: Inputs, weights: int = 2, predictions:
     """A few traces to draw: [{"name": ..., "chains": [[...], ...]}], predictions first, then named weights."""
     seen = function_traces(posterior, inputs, predictions)
     found = [(f"output {i + 1} of {seen.shape[-1]}", seen[..., i]) for i in range(seen.shape[-1])]
-    rows = posterior.weights.rows(posterior.draws)
+    rows = posterior.law.rows(posterior.draws)
     spread = rows.std(0)
     moving = [name for name, views in posterior.layout.views(spread).items() if (views > 0).any()]
     # The first and the last of the weights that move: in most networks the embedding and the head.
