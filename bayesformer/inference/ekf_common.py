@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesformer.core.types import Batch, LogJoint, Params
@@ -37,8 +36,7 @@ def scores(log_joint: LogJoint, params: Params, batch: Batch) -> tuple[Tensor, T
     every = torch.vmap(one, in_dims=(None, axes), randomness="different")
     if is_matrix(params):
         every = torch.vmap(every, in_dims=(0, axes), randomness="different")
-    with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernel on CPU has no batching rule
-        return every(params, batch)
+    return every(params, batch)
 
 
 def examples(params: Params, batch: Batch) -> int:

@@ -1,4 +1,4 @@
-"""What the recipes of methods share: a mode, a stage on a subset of the weights around it, a posterior from the result."""
+"""What the recipes of methods share: a mode, a stage on a subset of the weights around it, the posterior of a result."""
 
 from __future__ import annotations
 
