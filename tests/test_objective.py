@@ -46,21 +46,18 @@ def seeded(seed=3):
 
 def case(name):
     """(model, batch) of every kind of module and input, without noise."""
-    if name == "plain":
-        return Mlp(), Batch(torch.randn(6, 3), torch.randint(2, (6,)))
+    if name in {"plain", "frozen"}:
+        model = Mlp()
+        model.net[0].requires_grad_(name == "plain")
+        return model, Batch(torch.randn(6, 3), torch.randint(2, (6,)))
     if name == "positional":
         return Positional(), Batch((torch.randn(6, 2), torch.randn(6, 4)), torch.randint(3, (6,)))
     if name == "keyword":
         inputs = {"input_ids": torch.randint(7, (6, 5)), "attention_mask": torch.ones(6, 5)}
         return Keyword(), Batch(inputs, torch.randint(3, (6,)))
-    if name == "tied":
-        return Tied(), Batch(torch.randint(5, (6, 4)), torch.randint(5, (6, 4)))
-    if name == "masked":
-        return Tied(), Batch(torch.randint(5, (6, 4)), torch.randint(5, (6, 4)), torch.rand(6, 4) > 0.4)
-    if name == "frozen":
-        model = Mlp()
-        model.net[0].requires_grad_(False)
-        return model, Batch(torch.randn(6, 3), torch.randint(2, (6,)))
+    if name in {"tied", "masked"}:
+        mask = torch.rand(6, 4) > 0.4 if name == "masked" else None
+        return Tied(), Batch(torch.randint(5, (6, 4)), torch.randint(5, (6, 4)), mask)
     return hugging_face(name)
 
 
