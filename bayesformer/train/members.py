@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.progress import Reporter
-from bayesformer.core.strategy import largest_tensor, run_members
+from bayesformer.core.strategy import decide, largest_tensor, run_as
 from bayesformer.core.types import LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
@@ -22,6 +22,7 @@ from bayesformer.inference import optimise
 from bayesformer.laws.samples import shared
 from bayesformer.model.modes import set_training
 from bayesformer.model.skeleton import Skeleton
+from bayesformer.train.checkpoint import honoured_strategy, record_strategy
 from bayesformer.train.collect import Collect
 from bayesformer.train.loop import Job, Trained, train
 from bayesformer.train.objective import KlWeight, Objective, Term
@@ -215,7 +216,11 @@ class Fitted:
 def fit_stage(stage: Stage, members: int) -> Fitted:
     """Train all members of a stage, however they are run."""
     problem = stage.problem
-    strategy, results = run_members(stage, range(members), problem.strategy, problem.workers, problem.reporter)
+    folder, count = problem.checkpoint, range(members)
+    wanted, veto = honoured_strategy(folder, stage.label, problem.strategy)
+    strategy = decide(stage, count, wanted, problem.workers, veto)
+    record_strategy(folder, stage.label, strategy)
+    results = run_as(stage, count, strategy, problem.workers, problem.reporter)
     draws = None if results[0].draws is None else torch.cat([r.draws for r in results])
     joined = {name: torch.cat([r.buffers[name] for r in results]) for name in results[0].buffers}
     kept = {name: torch.cat([r.draw_buffers[name] for r in results]) for name in results[0].draw_buffers}
