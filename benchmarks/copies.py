@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from bayesformer.bench.peak_memory import peak_of_process
 from torch import Tensor, nn
 
 import bayesformer as bf
+from bayesformer.bench.peak_memory import peak_of_process
 from bayesformer.methods import METHODS, build_method
 from benchmarks.harness import Memory
 

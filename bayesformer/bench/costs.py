@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from bayesformer.bench.timing import best_seconds
 from bayesformer.data import Data
 from bayesformer.data.inputs import first_tensor
-from bayesformer.bench.timing import best_seconds
 from bayesformer.posterior import Posterior
 
 TIMED, TIMES, PATIENCE = 128, 5, 2.0

@@ -16,7 +16,7 @@ from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.settings import identity, override
 from bayesformer.methods import METHODS, Method, build_method
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Cell:
     def key(self) -> str:
         """Eight hexadecimal digits from a hash of the settings: cells with one key differ by seed only."""
         chosen = identity(METHODS[self.method], self.method_settings)
-        facts = [self.task, self.method, self.task_settings, self.training, chosen]
+        training = identity(Training, self.training)
+        facts = [self.task, self.method, self.task_settings, training, chosen]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
     @property

@@ -17,8 +17,8 @@ from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.settings import override
 from bayesformer.core.storage import read_json, read_tensors, with_numbers
 from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive
-from bayesformer.methods import build_method, wrap
-from bayesformer.posterior import FACTS, Posterior
+from bayesformer.posterior import Posterior
+from bayesformer.predict.saving import FACTS
 
 KEY = "inputs"
 
@@ -33,9 +33,7 @@ def load_posterior(folder: Path) -> tuple[Task, Posterior]:
             "Posterior.load(folder, model)."
         )
     task = override(TASKS[made_for["name"]](), with_numbers(made_for["settings"]), made_for["name"])
-    settings = with_numbers(saved["facts"]["method"])
-    method = build_method(settings.pop("name"), settings)
-    return task, Posterior.load(folder, wrap(method, task.model()))
+    return task, Posterior.load(folder, task.model())
 
 
 def read_rows(path: Path) -> Tensor:

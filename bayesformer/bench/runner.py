@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bayesformer.bench.planning import Cell
 from bayesformer.bench.cell_workers import in_processes
+from bayesformer.bench.planning import Cell
 from bayesformer.bench.provenance import provenance
 from bayesformer.bench.records import CHECKPOINTS, FAILED, read_results
 from bayesformer.bench.trial import Options, run_cell

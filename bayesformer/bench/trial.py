@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from bayesformer.bench.tasks import TASKS, Evaluation, TaskData, describe
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.progress import Reporter
 from bayesformer.core.settings import summary
-from bayesformer.data import Data
 from bayesformer.core.strategy import Strategy
+from bayesformer.data import Data
 from bayesformer.methods import METHODS, Method, Problem
 from bayesformer.posterior import Posterior
 

@@ -77,8 +77,12 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DamagedFileError:
+        raise
+    except (ValueError, RecursionError) as error:  # a JSONDecodeError, bad UTF-8, numbers without end: ValueErrors all
         raise DamagedFileError(f"{what} {path} is not valid JSON ({error}): truncated or altered.") from error
+    except OSError as error:
+        raise DamagedFileError(f"{what} {path} cannot be read ({error}).") from error
     if not isinstance(value, dict):
         raise DamagedFileError(f"{what} {path} must hold a JSON object; got {type(value).__name__}.")
     return value
@@ -106,10 +110,14 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     return tensors
 
 
-def read_facts(path: Path, what: str) -> dict[str, Any]:
-    """The facts written with the tensors."""
+def read_checked(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and the facts written with them, both under a checksum that must be there."""
+    tensors = read_tensors(path, what)
     with _reading(path, what), safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {}).get(FACTS, "{}"))
+        known = file.metadata() or {}
+        if SUM not in known or FACTS not in known:
+            raise DamagedFileError(f"{what} {path} was altered: it has no checksum.")
+        return tensors, json.loads(known[FACTS])
 
 
 def _check_regular(path: Path, what: str) -> None:
@@ -125,7 +133,9 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except DamagedFileError:
+        raise
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
 
 

@@ -31,7 +31,7 @@ class Training:
     clip: float = 1.0
     """largest gradient norm; inf never clips"""
     patience: int = 15
-    """epochs without a better validation log-likelihood before stopping; 0 never stops"""
+    """looks at validation data, one per epoch or `evaluate_every`, without a better score before stopping; 0: never"""
     max_steps: int | None = field(default=None, metadata=LATER)
     """steps in all, at most; training stops there even inside an epoch"""
     evaluate_every: int | None = field(default=None, metadata=LATER)
