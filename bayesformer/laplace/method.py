@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from bayesformer.core.progress import bars
+from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.data import Batches, as_batches
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
@@ -23,7 +23,7 @@ from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.members import facts_of
-from bayesformer.train.problem import Problem, check_ranges, settings_of
+from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.recipe import find_modes, posterior_of
 
@@ -78,22 +78,21 @@ class Laplace:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        number = self.prior_precision
         check_ranges(
             self,
-            prior_precision=number in NAMED or (isinstance(number, int | float) and 0 < number < math.inf),
-            start=self.start > 0 and math.isfinite(self.start),
-            per=self.per in {"one", "layer", "weight"},
-            noise=self.noise in {"given", "marglik", "validation"},
-            temperature=self.temperature > 0,
-            structure=self.structure in STRUCTURES,
-            curvature=self.curvature in {"auto", "ggn", "mc", "fisher"},
-            predictive=self.predictive in WAYS,
-            draws=self.draws >= 1,
-            samples=self.samples >= 1,
-            rank=self.rank >= 1,
-            size=self.size >= 1,
-            grid=self.grid >= 2,
+            prior_precision=either(above(0, finite=True), one_of(NAMED)),
+            start=above(0, finite=True),
+            per=one_of(("one", "layer", "weight")),
+            noise=one_of(("given", "marglik", "validation")),
+            temperature=above(0),
+            structure=one_of(STRUCTURES),
+            curvature=one_of(("auto", "ggn", "mc", "fisher")),
+            predictive=one_of(WAYS),
+            draws=whole(1),
+            samples=whole(1),
+            rank=whole(1),
+            size=whole(1),
+            grid=whole(2),
         )
         links.check_link(self.link)
         if self.per != "one" and self.prior_precision not in {"auto", "marglik"}:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -67,7 +67,7 @@ SAMPLED = "50 draws"
 
 @dataclass(frozen=True)
 class Case:
-    """A posterior to predict from, and the inputs to do it on."""
+    """A posterior with its model, and the inputs to predict."""
 
     name: str
     model: nn.Module
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """How one variant does in one case."""
+    """The accuracy and cost of one variant in one case."""
 
     case: str
     variant: str
@@ -202,7 +202,7 @@ def seconds_of(work: Callable[[], object], rounds: int = 20, enough: float = 1.0
 
 
 def compare(case: Case, variant: str, found: GaussianOutputs, truth: GaussianOutputs, cost: float) -> Row:
-    """One line of the table."""
+    """The row of one variant: its outputs compared with those of 10,000 draws."""
     ratio = found.variance.double() / truth.diagonal
     low, middle, high = torch.quantile(ratio.flatten(), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
     error = ((found.mean.double() - truth.mean).abs() / truth.diagonal.sqrt()).median()
@@ -245,7 +245,7 @@ def measure(case: Case, draws: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown."""
+    """All rows as a table in Markdown."""
     lines = ["| case | rule | mean error | ratio [10 %, 90 %] | rank | cost |", "|---|---|---|---|---|---|"]
     lines += [
         f"| {r.case} | {r.variant} | {r.mean_error:.2f} | {r.ratio:.2f} [{r.ratio_low:.2f}, {r.ratio_high:.2f}] "
@@ -256,7 +256,7 @@ def table(rows: list[Row]) -> str:
 
 
 def facts(case: Case, draws: int) -> Mapping[str, Any]:
-    """What the numbers of a case rest on."""
+    """The sizes and settings of a case, stored beside its rows."""
     spread = case.law.sd[case.law.sd > 0]
     return {
         "case": case.name,
@@ -270,15 +270,26 @@ def facts(case: Case, draws: int) -> Mapping[str, Any]:
     }
 
 
+def stored_rows(folder: Path, cases: Sequence[str]) -> list[Row]:
+    """The rows of stored measurements, each case followed by its parts; what was not measured is left out."""
+    names = [name for case in cases for name in (case, *(f"{case}_{part}" for part in PARTS.get(case, ())))]
+    paths = [folder / f"{name}.json" for name in names]
+    return [Row(**row) for path in paths if path.exists() for row in read_json(path, "measurement")["rows"]]
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measure all cases, write one JSON file each, print the table."""
+    """Measure all cases, write one JSON file each, and print the table; or print the table of what is stored."""
     parser = argparse.ArgumentParser(prog="python -m bayesformer.study.accuracy", description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"some of {', '.join(CASES)}; all by default")
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--output", type=Path, default=Path("results/accuracy"))
+    parser.add_argument("--stored", action="store_true", help="measure nothing, print what the folder holds")
     given = parser.parse_args(arguments)
     if unknown := set(given.cases) - set(CASES):
         parser.error(f"cases must be among {', '.join(CASES)}; got {', '.join(sorted(unknown))}")
+    if given.stored:
+        print(table(stored_rows(given.output, given.cases)))
+        return
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name in given.cases:
