@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.attention.core import masked_softmax
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import AttentionFamily
+from bayesformer.attention.multi_head import masked_softmax
 
 
 def attend(
-    family: Family | None,
+    family: AttentionFamily | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,

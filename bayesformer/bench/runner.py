@@ -28,7 +28,7 @@ import torch
 
 from bayesformer import evaluate
 from bayesformer.attention import families
-from bayesformer.attention.maps import picture
+from bayesformer.attention.attention_maps import picture
 from bayesformer.bench import chain_traces as traces
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
