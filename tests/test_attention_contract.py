@@ -235,7 +235,7 @@ def test_dropout_of_weights_comes_after_the_draw():
 
 def test_attention_gives_keys_only_to_a_family_that_wants_them():
     attention = MultiHeadAttention(8, H, STOCHASTIC["weibull contextual"]())
-    assert attention(torch.randn(B, T, 8), MASKS["all"]()[..., :T])[0].shape == (B, T, 8)
+    assert attention(torch.randn(B, T, 8), MASKS["all"]()[..., :T]).shape == (B, T, 8)
     with pytest.raises(ValueError, match="keys must be given to a family with a contextual prior; got None"):
         STOCHASTIC["weibull contextual"]()(torch.randn(B, H, T, S), MASKS["all"]())
-    assert MultiHeadAttention(8, H, Softmax())(torch.randn(B, T, 8), MASKS["all"]()[..., :T])[0].shape == (B, T, 8)
+    assert MultiHeadAttention(8, H, Softmax())(torch.randn(B, T, 8), MASKS["all"]()[..., :T]).shape == (B, T, 8)

@@ -21,7 +21,7 @@ from bayesformer.attention import (
     install,
     uninstall,
 )
-from bayesformer.attention.noise import log_uniform
+from bayesformer.core.draws import log_uniform_like
 from bayesformer.layers import kl_divergence
 from bayesformer.models.transformer import Encoder, Regressor
 from tests.attention_models import MODELS, B, D, T, V, bert_config, gpt2_config, llama_config, padding, vit
@@ -194,7 +194,7 @@ def test_weibull_attention_in_bert_is_the_formula():
     q, key, v = (part(x).view(B, T, 2, 4).transpose(1, 2) for part in (own.query, own.key, own.value))
     phi = q @ key.transpose(2, 3) / math.sqrt(4)
     torch.manual_seed(1)
-    noise = (-log_uniform(phi)).log()
+    noise = (-log_uniform_like(phi)).log()
     s = (phi + noise / k).exp() * mask[:, None, None, :]
     expected = (s / s.sum(-1, keepdim=True) @ v).transpose(1, 2).reshape(B, T, D)
     valid = mask == 1
@@ -225,7 +225,7 @@ def test_the_kl_of_a_model_is_the_sum_over_its_layers():
     assert (bf.kl_divergence(model) > 0).all()
 
 
-def test_shared_layers_owe_for_every_call():
+def test_the_kl_of_shared_layers_is_that_of_every_call():
     config = transformers.AlbertConfig(
         vocab_size=V, embedding_size=4, hidden_size=D, num_hidden_layers=3, num_attention_heads=2, intermediate_size=12
     )
@@ -233,8 +233,8 @@ def test_shared_layers_owe_for_every_call():
     (family,) = families(model)
     for call in (model, model.forward, model.forward, model):  # PEFT may call `forward`, which passes hooks by
         call(torch.randint(V, (B, T)))
-        assert len(family.owed) == 3
-        torch.testing.assert_close(bf.kl_divergence(model), sum(family.owed))
+        assert len(family.forward_pass.kl_terms) == 3
+        torch.testing.assert_close(bf.kl_divergence(model), sum(family.forward_pass.kl_terms))
 
 
 def test_random_weights_and_attention_share_one_bound():

@@ -155,7 +155,7 @@ def test_fit_takes_a_model_of_transformers(tmp_path):
     assert not families(model)  # the model given is not changed
     assert model.config._attn_implementation != "bayesformer"
     posterior.save(tmp_path)
-    loaded = bf.Posterior.load(tmp_path, method.wrap(model))
+    loaded = bf.Posterior.load(tmp_path, model)
     assert torch.equal(loaded.outputs(inputs).values, posterior.outputs(inputs).values)
 
 

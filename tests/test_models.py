@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from bayesformer.attention import AttentionFamily, Linear, Softmax, attention_kl, masked_softmax
+from bayesformer.likelihoods import Gaussian
 from bayesformer.models import (
     Encoder,
     FeatureTransformer,
@@ -236,7 +237,7 @@ def test_block_equals_the_layer_of_torch(heads):
     layer.linear1.load_state_dict(block.mlp.up.state_dict())
     layer.linear2.load_state_dict(block.mlp.down.state_dict())
     x, mask = torch.randn(B, T, D, dtype=torch.float64), torch.ones(T, T, dtype=torch.bool).tril()
-    torch.testing.assert_close(block(x, mask)[0], layer(x, src_mask=~mask), atol=1e-12, rtol=0)
+    torch.testing.assert_close(block(x, mask), layer(x, src_mask=~mask), atol=1e-12, rtol=0)
 
 
 def test_encoder_ends_in_a_layer_norm():
@@ -251,7 +252,7 @@ def test_patches_equal_a_strided_convolution():
     torch.testing.assert_close(embedding(patches(images, 4)), expected.flatten(2).mT)
 
 
-# CompressedRows of features
+# Rows of features
 
 
 def test_a_feature_is_the_token_x_w_plus_b_after_a_class_token():
