@@ -10,13 +10,13 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer import evaluate
-from bayesformer.attention import FAMILIES, Attention, Softmax, Weibull, build_family, families, install
+from bayesformer.attention import FAMILIES, MultiHeadAttention, Softmax, Weibull, build_family, families, install
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.errors import OracleBeatenError
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
 from bayesformer.methods import METHODS, Problem, build_method, wrap
-from bayesformer.methods.attention import STEPS, Cost
+from bayesformer.methods.stochastic_attention import STEPS, Cost
 from bayesformer.models.transformer import Encoder, Regressor
 from bayesformer.network import FlatLogJoint, FlatModel, reinitialise
 from bayesformer.train.loop import Training
@@ -60,7 +60,7 @@ def test_a_layer_that_is_called_twice_owes_twice():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention = Attention(4, 2, Softmax())
+            self.attention = MultiHeadAttention(4, 2, Softmax())
 
         def forward(self, x):
             mask = torch.ones(1, 1, 1, x.shape[1], dtype=torch.bool)

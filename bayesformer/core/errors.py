@@ -30,3 +30,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended in the middle of a task: killed, out of memory, crashed, or by its own exit."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bayesformer.attention.core import Linear
-from bayesformer.attention.edges import Edges, Rows
+from bayesformer.attention.edges import CompressedRows, Edges
+from bayesformer.attention.multi_head import Linear
 from bayesformer.attention.ranges import check_positive
 from bayesformer.attention.score_functions import Gat
 
@@ -22,7 +22,7 @@ class GraphAttention(nn.Module):
         inputs: width of a node.
         width: d, of a head.
         heads: H.
-        family: the law of the weights, as for `Attention`; contextual priors read the h_j.
+        family: the law of the weights, as for `MultiHeadAttention`; contextual priors read the h_j.
         concat: whether heads stand side by side, as inside a network, or are averaged, as at its end.
         slope: of the LeakyReLU.
     """
@@ -45,15 +45,15 @@ class GraphAttention(nn.Module):
         """Of its own: the bias, 0."""
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor | Rows, edges: Edges) -> tuple[Tensor, Tensor]:
-        """From (B, N, ·), or the compressed rows of one graph, to (B, N, H d), or (B, N, d), and the KL, (B,).
+    def forward(self, x: Tensor | CompressedRows, edges: Edges) -> Tensor:
+        """From (B, N, ·), or the compressed rows of one graph, to (B, N, H d), or (B, N, d) without `concat`.
 
         Graphs of a batch share their edges. Where draws are made together, axes stand before B. A node without edges
         gets the bias.
         """
-        projected = x.times(self.project.weight)[None] if isinstance(x, Rows) else self.project(x)
+        projected = x.times(self.project.weight)[None] if isinstance(x, CompressedRows) else self.project(x)
         h = projected.unflatten(-1, (self.heads, self.width)).transpose(-3, -2)  # (B, H, N, d)
         given = (h,) if getattr(self.family, "wants_keys", False) else ()
-        weights, kl = self.family(self.score.along(h, h, edges), edges, *given)  # (B, H, 1, E), (B,)
+        weights = self.family(self.score.along(h, h, edges), edges, *given).weights  # (B, H, 1, E)
         out = edges.collect(weights.squeeze(-2), h)  # (B, H, N, d)
-        return (out.transpose(-3, -2).flatten(-2) if self.concat else out.mean(-3)) + self.bias, kl
+        return (out.transpose(-3, -2).flatten(-2) if self.concat else out.mean(-3)) + self.bias

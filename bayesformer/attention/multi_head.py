@@ -1,7 +1,8 @@
 """Multi-head attention that takes its weights from a part: a family of attention laws.
 
 A family answers `family(logits, mask) -> Draw(weights, kl)`. Softmax is the deterministic one; stochastic
-families stand beside it, one file each, and plug into the same `Attention`. So do score functions, in `scores.py`.
+families stand beside it, one file each, and plug into the same `MultiHeadAttention`. So do score functions, in
+`score_functions.py`. The KL of the weights is kept by the family: `attention_kl(model)` reads it after a pass.
 
 Letters: B batch, H heads, T queries, S keys, d head width, D model width.
 """
@@ -64,7 +65,7 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-class Attention(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Multi-head attention whose weights are given by `family(logits, mask) -> Draw`.
 
     The products are written out: the fused attention of torch hides the weights, and has no batching rule,
@@ -97,16 +98,16 @@ class Attention(nn.Module):
         self.query, self.key, self.value = Linear(dim, dim), Linear(source, dim), Linear(source, dim)
         self.out = Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """From (B, T, D) to (B, T, D), and the KL of each example, (B,).
+    def forward(self, x: Tensor, mask: Tensor, context: Tensor | None = None) -> Tensor:
+        """From (B, T, D) to (B, T, D).
 
         Attends to `context` (B, S, ·), or to itself. Where draws are made together, axes stand before B.
         """
         source = x if context is None else context
         q, k, v = self.split(self.query(x)), self.split(self.key(source)), self.split(self.value(source))
         given = (k,) if getattr(self.family, "wants_keys", False) else ()
-        weights, kl = self.family(self.score(q, k), mask, *given)  # (B, H, T, S), (B,)
-        return self.out((weights @ v).transpose(-3, -2).flatten(-2)), kl
+        weights = self.family(self.score(q, k), mask, *given).weights  # (B, H, T, S)
+        return self.out((weights @ v).transpose(-3, -2).flatten(-2))
 
     @property
     def width(self) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bayesformer.attention.core import Softmax
-from bayesformer.attention.family import Family, attention_mode
+from bayesformer.attention.family import AttentionFamily, attention_mode
+from bayesformer.attention.multi_head import Softmax
 from bayesformer.core.types import Inputs
 from bayesformer.model.randomness import pass_noise
 
@@ -61,7 +61,7 @@ class MapRecorder:
         self.watched: dict[nn.Module, str] = {
             module: name.removesuffix(".family") or "attention"
             for name, module in model.named_modules()
-            if isinstance(module, Family | Softmax)
+            if isinstance(module, AttentionFamily | Softmax)
         }
         if not self.watched:
             raise ValueError(
