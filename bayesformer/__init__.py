@@ -41,11 +41,16 @@ from bayesformer.network import log_joint
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
 from bayesformer.train.training import Training
+from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
+from bayesformer.priors.prior import Prior
+from bayesformer.train.loop import Training
+from bayesformer.core.types import Batch
 from bayesformer.version import __version__
 
 __all__ = [
     "Attention",
     "Baoab",
+    "Batch",
     "Bernoulli",
     "Categorical",
     "CategoricalPredictive",
@@ -73,6 +78,7 @@ __all__ = [
     "Sghmc",
     "Sgld",
     "Sgnht",
+    "Stream",
     "Swag",
     "Training",
     "TrainingDivergedError",

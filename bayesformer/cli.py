@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
         "--strategy",
         default="auto",
         choices=["auto", "looped", "batched", "processes"],
-        help="how the members of one cell run (auto: measured)",
+        help="how the members of one cell run (auto: by their size)",
     )
     run.add_argument("--no-posteriors", action="store_true", help="do not keep the posteriors")
     run.add_argument("--dry-run", action="store_true", help="only say which cells would run")
@@ -185,7 +185,7 @@ def entry() -> None:
 def demo(arguments: argparse.Namespace) -> int:
     """Compare the first methods with short training."""
     from bayesformer.bench import demo as demo_comparison
-    from bayesformer.engine import cores
+    from bayesformer.core.workers import cores
 
     cells = demo_comparison.cells(_seed_list(arguments.seeds))
     print(demo_comparison.NOTE)

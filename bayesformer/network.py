@@ -150,6 +150,7 @@ class FlatModel:
         self.layout = Layout.of(model)
         self.module = copy.deepcopy(model)
         self.gradients = gradients
+        self.answers: dict[Any, Any] = {}  # what was found out about passes of this model, by question
         self._bind()
 
     def _bind(self) -> None:
@@ -169,7 +170,7 @@ class FlatModel:
         return {"layout": self.layout, "module": self.module, "gradients": self.gradients}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, answers={})
         self._bind()  # views of one vector do not survive a copy: make them anew
 
     def load(self, theta: Tensor) -> None:

@@ -64,12 +64,13 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Memory:
-    """Work to run in a process of its own; `python -m module arguments` prints the MiB it took at most."""
+    """Work to run in a process of its own; `python -m module arguments` prints what it took at most, in `unit`."""
 
     name: str
     module: str
     arguments: tuple[str, ...]
-    budget: float  # MiB
+    budget: float
+    unit: str = "MiB"
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ class Peak:
     """The memory of a whole process."""
 
     name: str
-    mib: float
+    amount: float
     budget: float
     ok: bool
+    unit: str = "MiB"
 
     def __str__(self) -> str:
-        return f"{self.name:<{WIDTH}} {self.mib:7.0f} MiB, <= {self.budget:g} {'ok' if self.ok else 'OVER'}"
+        return f"{self.name:<{WIDTH}} {self.amount:7.{0 if self.unit == 'MiB' else 2}f} {self.unit}, <= {self.budget:g} {'ok' if self.ok else 'OVER'}"
 
 
 Row: TypeAlias = "Ratio | Failure | Peak"
@@ -103,8 +105,8 @@ def measure(comparison: Comparison | Memory) -> Row:
     """The ratio, or the memory; for a peer that raises, the reason."""
     if isinstance(comparison, Memory):
         command = [sys.executable, "-m", comparison.module, *comparison.arguments]
-        mib = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-        return Peak(comparison.name, mib, comparison.budget, mib <= comparison.budget)
+        amount = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+        return Peak(comparison.name, amount, comparison.budget, amount <= comparison.budget, comparison.unit)
     try:
         if comparison.prepare is not None:
             comparison.prepare()

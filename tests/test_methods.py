@@ -1,13 +1,10 @@
 """Methods and the engine: three strategies, one result; dropout that really drops."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
 
 import bayesformer as bf
-from bayesformer import engine
 from bayesformer.dropout import dropout_sites, set_dropout
 from bayesformer.methods import build_method
 from bayesformer.network import stochastic_mode
@@ -78,43 +75,6 @@ def test_batched_refuses_what_it_cannot_reproduce():
 
 def _Dropping():
     return Mlp(dropout=0.3)
-
-
-def test_a_lambda_cannot_go_to_a_process_and_auto_does_not_try(monkeypatch):
-    with pytest.raises(ValueError, match="not a lambda"):
-        fit(bf.Ensemble(2), model=lambda: Mlp(hidden=4), strategy="processes", workers=2)
-    monkeypatch.setattr(engine, "WORKER_START_SECONDS", 0.0)
-    assert len(fit(bf.Ensemble(2), model=lambda: Mlp(hidden=4), workers=2).theta) == 2
-
-
-def busy(seconds):
-    """Use the processor, which a sleep would not."""
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
-
-
-def test_calibration_estimates_every_possible_strategy():
-    class Task:
-        signature, units, device = "test", 100, torch.device("cpu")
-
-        def __init__(self, batched_seconds):
-            self.batched_seconds = batched_seconds
-
-        def single(self, member, reporter):
-            return {}
-
-        def trial(self, members):
-            return lambda: busy(0.001 if len(members) == 1 else self.batched_seconds)
-
-        def why_not_batched(self):
-            return None
-
-    slow = engine.calibrate(Task(0.05), range(10), workers=1)
-    assert set(slow.seconds) == {"looped", "batched"}
-    assert slow.best == "looped"
-    engine._obstacles.clear()
-    assert engine.calibrate(Task(0.002), range(10), workers=1).best == "batched"
 
 
 def test_map_pulls_towards_its_prior():

@@ -210,32 +210,25 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     assert not checkpoint.exists()
 
 
-def linger(seconds, reporter):
-    """Work for a worker: say who it is, then stay busy."""
-    print(os.getpid(), flush=True)
-    time.sleep(seconds)
+class Deadly(runner.CellWork):
+    """Kills its own process at seed 1, as a system without memory would."""
+
+    def __call__(self, cell, reporter):
+        if cell.seed == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(cell, reporter)
 
 
-def test_workers_do_not_outlive_a_killed_parent():
-    program = "from bayesformer.engine import run_in_processes\nfrom tests.test_runner import linger\n"
-    program += "if __name__ == '__main__': list(run_in_processes(linger, [60, 60], 2))\n"
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    workers = [int(process.stdout.readline()) for _ in range(2)]
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    end = time.monotonic() + 20
-    while any(map(alive, workers)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not any(map(alive, workers))
-    process.stdout.close()
-
-
-def alive(pid):
-    """Whether a process runs; one that has ended and waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def test_a_killed_worker_fails_its_cell_and_no_other(tmp_path, monkeypatch):
+    cells = runner.plan(["toy/m1"], ["mle"], [0, 1, 2], TINY)
+    monkeypatch.setattr(runner, "CellWork", Deadly)
+    outcome = runner.run(cells, runner.Options(tmp_path, workers=2))
+    ((cell, problem),) = outcome.failed
+    assert cell.seed == 1
+    assert "WorkerDiedError: a worker process died" in problem
+    assert "signal SIGKILL" in json.loads((tmp_path / "failed" / cell.path).read_text())["error"]
+    monkeypatch.undo()
+    assert [path.name for path in runner.run(cells, runner.Options(tmp_path)).done] == ["seed1.json"]
 
 
 def test_damaged_results_are_named(tmp_path):

@@ -38,7 +38,9 @@ from bayesformer.core.settings import identity, override, summary
 from bayesformer.core.storage import read_json, write_json
 from bayesformer.data import Data
 from bayesformer.data.inputs import first_tensor
-from bayesformer.engine import Strategy, best_seconds, run_in_processes
+from bayesformer.bench.timing import best_seconds
+from bayesformer.core.strategy import Strategy
+from bayesformer.core.workers import Failure, run_in_processes
 from bayesformer.methods import METHODS, Method, Problem, build_method
 from bayesformer.posterior import Posterior
 from bayesformer.train.training import Training
@@ -198,8 +200,8 @@ class Options:
     """How cells run; nothing here changes a result."""
 
     results: Path
-    workers: int = 1  # cells at once; a single cell may give them to its members
-    strategy: Strategy = "auto"
+    workers: int = 1  # cells at once
+    strategy: Strategy = "auto"  # of a cell's members; with "processes" a cell that runs alone has all workers
     keep_posteriors: bool = True
     checkpoint_seconds: float = 10.0
 
@@ -235,8 +237,9 @@ def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = Non
 def _each(cells: list[Cell], options: Options, reporter: Reporter) -> Iterator[tuple[Cell, str | None]]:
     work = CellWork(options)
     if options.workers > 1 and len(cells) > 1:
-        for i, problem in run_in_processes(work, cells, options.workers, reporter):
-            yield cells[i], problem
+        for i, answer in run_in_processes(work, cells, options.workers, reporter, keep_going=True):
+            died = isinstance(answer, Failure)  # and could not write its error itself
+            yield cells[i], work.failed(cells[i], answer.error) if died else answer
     else:
         for cell in cells:
             yield cell, work(cell, reporter)
@@ -264,13 +267,20 @@ class CellWork:
         try:
             result = run_cell(cell, self.options, _Named(reporter, str(cell)))
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            aside = {**asdict(cell), "error": text, "traceback": traceback.format_exc(), **provenance()}
-            write_json(self.options.results / FAILED / cell.path, aside)
-            return text
+            return self.failed(cell, error)
         write_json(self.options.results / cell.path, result)
         (self.options.results / FAILED / cell.path).unlink(missing_ok=True)
         return None
+
+    def failed(self, cell: Cell, error: Exception) -> str:
+        """Write the error of a cell aside, and say it in one line."""
+        text = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        write_json(
+            self.options.results / FAILED / cell.path,
+            {**asdict(cell), "error": text, "traceback": trace, **provenance()},
+        )
+        return text
 
 
 def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]:
@@ -288,15 +298,14 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
                 training=training,
                 seed=cell.seed,
                 strategy=options.strategy,
-                workers=options.workers,
+                workers=options.workers if options.strategy == "processes" else None,
                 checkpoint=options.results / CHECKPOINTS / cell.trained_in,
                 checkpoint_seconds=options.checkpoint_seconds,
                 reporter=reporter,
             )
         )
-        ask = partial(posterior.predict, strategy=options.strategy, workers=options.workers)
-        evaluation = task.evaluate(ask, data)
-    validation = _validation_score(posterior, data.validation, options)
+        evaluation = task.evaluate(posterior.predict, data)
+    validation = _validation_score(posterior, data.validation)
     if len(posterior.theta) >= traces.LEAST * posterior.facts.get("chains", len(posterior.theta)):
         few = data.validation.take(slice(0, 20)).inputs
         evaluation.metrics.update(traces.summarise(traces.function_traces(posterior, few)))
@@ -318,18 +327,17 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
     return _result(cell, posterior, evaluation, validation, cost, started)
 
 
-def _validation_score(posterior: Posterior, validation: Data, options: Options) -> float:
+def _validation_score(posterior: Posterior, validation: Data) -> float:
     """Mean log-likelihood of the predictive on validation data: what settings are chosen by."""
-    predictive = posterior.predict(validation.inputs, strategy=options.strategy, workers=options.workers)
+    predictive = posterior.predict(validation.inputs)
     return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
 
 
 def _predict_ms(posterior: Posterior, test: Data) -> float:
     """Milliseconds per example, in this process alone: the fastest of a few predictions of the same examples, after
-    one that warms up and chooses a strategy. Other programs only ever add to a time."""
+    one that warms up. Other programs only ever add to a time."""
     few = test.take(slice(0, TIMED)).inputs
-    predict = partial(posterior.predict, few, workers=1)
-    return best_seconds({"predict": predict}, TIMES, PATIENCE)["predict"] / len(first_tensor(few)) * 1e3
+    return best_seconds(partial(posterior.predict, few), TIMES, PATIENCE) / len(first_tensor(few)) * 1e3
 
 
 class _Named:

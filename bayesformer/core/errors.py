@@ -26,6 +26,10 @@ class OracleBeatenError(RuntimeError):
     """A method scored significantly above the true process, which only a leak can do."""
 
 
+class WorkerDiedError(RuntimeError):
+    """A worker process ended in the middle of a task: killed, out of memory, crashed, or by its own exit."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that is not in a list: says the name, the nearest one and the list."""
     names = sorted(known)

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.progress import Reporter, Silent
-from bayesformer.core.workers import Workers, check_workers, cores, in_worker, run_in_processes
+from bayesformer.core.serving import in_worker
+from bayesformer.core.workers import Workers, check_workers, cores, run_in_processes
 
 Strategy: TypeAlias = Literal["auto", "looped", "batched", "processes"]
 Chosen: TypeAlias = Literal["looped", "batched", "processes"]

@@ -12,33 +12,28 @@ import json
 import os
 import re
 import reprlib
-import shutil
-import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import parent_process
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from bayesformer.core.serving import become_worker, forget, in_worker, serve
+from bayesformer.core.transfer import mapped_file, pack, unpack
 from bayesformer.core.errors import WorkerDiedError
-from bayesformer.core.progress import Queued, Reporter, Silent
-from bayesformer.core.transfer import mapped_file, pack, pack_result, unpack
+from bayesformer.core.progress import Reporter, Silent
 
 POLL_SECONDS = 0.1  # between looks at the files of the workers
-PARENT_SECONDS = 0.5  # between a worker's looks at whether its parent still lives
 LAST_WORDS = 2000  # characters of a dead worker's standard error that its error repeats
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -56,11 +51,6 @@ def cores() -> int:
     if in_worker():
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def in_worker() -> bool:
-    """Whether this process is a worker, which never starts workers of its own."""
-    return _here.reporter is not None
 
 
 def check_workers(workers: object) -> int:
@@ -245,7 +235,7 @@ class _Slot:
             self._start()
         fn = None if self.call == call.number else call.fn
         self.call = call.number
-        self.future = self.executor.submit(_work, call.number, fn, task[2])
+        self.future = self.executor.submit(serve, call.number, fn, task[2])
         return self.future
 
     def end(self, future: Future[bytes | None]) -> tuple[int, Any]:
@@ -271,7 +261,7 @@ class _Slot:
         elif self.executor is not None and self.call:
             self.call = 0
             try:
-                self.future = self.executor.submit(_forget)
+                self.future = self.executor.submit(forget)
             except BrokenProcessPool:
                 self.stop()
 
@@ -289,7 +279,8 @@ class _Slot:
         """Pass on what the worker has reported and written to standard error since the last time."""
         if self.executor is None:
             return
-        sys.stderr.write(self.words.read())
+        if (words := self.words.read()) and sys.stderr is not None:
+            sys.stderr.write(words)
         lines = (self.unfinished + self.news.read()).split("\n")
         self.unfinished = lines.pop()
         for line in lines:
@@ -311,7 +302,7 @@ class _Slot:
         self.news, self.words = (path.open(encoding="utf-8", errors="replace") for path in files)
         self.unfinished = ""
         where = (str(self.folder), *map(str, files), os.getpid())
-        self.executor = ProcessPoolExecutor(1, initializer=_begin, initargs=where, env=ONE_THREAD)
+        self.executor = ProcessPoolExecutor(1, initializer=become_worker, initargs=where, env=ONE_THREAD)
 
     def _death(self, index: int, argument: Any, error: Exception) -> WorkerDiedError:
         """What is known of a death: the task, the exit code or signal, and the end of its standard error."""
@@ -343,84 +334,3 @@ def _error(sent: bytes | None, trace: str, index: int) -> Exception:
     error = unpack(sent) if sent is not None else RuntimeError(trace.strip().splitlines()[-1])
     error.add_note(f"It was raised in a worker process, at arguments[{index}]:\n{trace}")
     return error
-
-
-# From here on: inside a worker.
-
-
-@dataclass
-class _Worker:
-    """What this process has been given, if it is a worker."""
-
-    reporter: Reporter | None = None
-    call: int = 0
-    fn: Callable[[Any, Reporter], Any] | None = None
-
-
-_here = _Worker()  # filled in when a worker process starts
-
-
-class _Lines:
-    """The other end of the reports: a file with one JSON list per line."""
-
-    def __init__(self, path: str) -> None:
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  as long as the process lives
-
-    def put(self, news: tuple[str, int, int, str]) -> None:
-        """Write a line."""
-        task, done, total, note = news
-        self.file.write(json.dumps([task, int(done), int(total), str(note)]) + "\n")
-        self.file.flush()
-
-
-def _begin(folder: str, news: str, words: str, parent: int) -> None:
-    """Make this process a worker: one thread, deaf to Ctrl-C, which is for the parent to act on, and mortal with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    file = os.open(words, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 2)
-    os.close(file)
-    threading.Thread(target=_end_with_parent, args=(folder, parent), daemon=True).start()
-    torch.set_num_threads(1)
-    _here.reporter = Queued(_Lines(news))
-
-
-def _end_with_parent(folder: str, parent: int) -> None:
-    """End this process, and delete its files, when the parent is gone, even by a kill."""
-    if sys.platform == "win32":
-        started_by = parent_process()
-        assert started_by is not None
-        started_by.join()
-    else:
-        while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-def _work(call: int, fn: bytes | None, argument: bytes) -> bytes | None:
-    """Do a task: (result, None, "") or (None, the exception as bytes, its traceback); None if `fn` is not here."""
-    assert _here.reporter is not None
-    try:
-        if fn is not None:
-            _here.call, _here.fn = call, unpack(fn)
-        if _here.call != call or _here.fn is None:
-            return None
-        return pack_result((_here.fn(unpack(argument), _here.reporter), None, ""))
-    except BaseException as error:
-        return pack_result((None, _as_bytes(error), traceback.format_exc()))
-
-
-def _as_bytes(error: BaseException) -> bytes | None:
-    """The exception, or None if it does not survive: some cannot be made again from their arguments."""
-    if not isinstance(error, Exception):  # sys.exit in a task must not end the parent
-        return None
-    try:
-        data = pack_result(error)
-        unpack(data)
-    except Exception:  # whatever it is, the traceback tells the rest
-        return None
-    return data
-
-
-def _forget() -> None:
-    _here.call, _here.fn = 0, None

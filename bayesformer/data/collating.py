@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Batch
 from bayesformer.data.inputs import as_tensors
-from bayesformer.data.labels import label_key
+from bayesformer.data.labels import LABEL_KEYS, label_key
 from bayesformer.data.ragged import Padding, pad_columns
 
 
@@ -31,26 +31,34 @@ def collate(items: Sequence[Any], padding: Padding, name: str) -> Any:
                 raise ValueError(f"examples of {name} must all have the keys {list(first)}; got {got}.")
         columns = {key: [item[key] for item in items] for key in first}
         return collate_columns(columns, padding, name)
+    if isinstance(first, tuple) and len(first) > 1:
+        *inputs, targets = zip(*_equally_long(items, f"an example of {name}"), strict=True)
+        values = [collate_values(part, f"an example of {name}") for part in inputs]
+        return (*values, collate_values(targets, f"a target of {name}", flags=False))
     return collate_values(items, f"an example of {name}")
 
 
 def collate_columns(columns: Mapping[str, Any], padding: Padding, name: str) -> Any:
     """The same from columns, {key: one value per example}."""
     left = set(columns) - {label_key(columns)} if padding.tokenizer is not None else set()  # to the tokenizer
-    rows = {k: value if k in left else _rows(value, f"{k!r} of {name}") for k, value in columns.items()}
+    rows = {
+        key: values if key in left else _rows(values, f"{key!r} of {name}", flags=key not in LABEL_KEYS)
+        for key, values in columns.items()
+    }
     return pad_columns(rows, padding, name)
 
 
-def collate_values(values: Sequence[Any], where: str) -> Any:
-    """One value per example as one tensor, or as a tuple or dict of them; equal flags stay a flag."""
+def collate_values(values: Sequence[Any], where: str, flags: bool = True) -> Any:
+    """One value per example as one tensor, or as a tuple or dict of them.
+
+    With `flags`, Python booleans, text and None are settings of the model: equal in all examples, they stay one value.
+    """
     first = values[0]
     if isinstance(first, Mapping):
         return {key: collate_values([value[key] for value in values], where) for key in first}
     if isinstance(first, tuple) or (isinstance(first, list) and not _numbers(first)):
-        if len({len(value) for value in values}) > 1:
-            raise ValueError(f"{where} must have the same number of entries as all others; got {_lengths(values)}.")
-        return tuple(collate_values(part, where) for part in zip(*values, strict=True))
-    rows = _rows(values, where)
+        return tuple(collate_values(part, where) for part in zip(*_equally_long(values, where), strict=True))
+    rows = _rows(values, where, flags)
     if isinstance(rows, list):
         shapes = sorted({tuple(row.shape) for row in rows})
         raise ValueError(
@@ -60,14 +68,14 @@ def collate_values(values: Sequence[Any], where: str) -> Any:
     return rows
 
 
-def _rows(values: Any, where: str) -> Any:
+def _rows(values: Any, where: str, flags: bool = True) -> Any:
     """A stacked tensor, a list of tensors where shapes differ, or the common value of flags."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, np.ndarray):
         return as_tensors(values)
     first = values[0]
-    if isinstance(first, bool | str | type(None)):
+    if flags and isinstance(first, bool | str | type(None)):
         if any(type(value) is not type(first) or value != first for value in values):
             raise ValueError(
                 f"{where} is a flag or text, which must be the same in all examples of a batch; got "
@@ -100,5 +108,8 @@ def _numbers(value: Any) -> bool:
     return all(_numbers(v) if isinstance(v, list | tuple) else isinstance(v, int | float) for v in value)
 
 
-def _lengths(values: Sequence[Any]) -> list[int]:
-    return sorted({len(value) for value in values})
+def _equally_long(values: Sequence[Any], where: str) -> Sequence[Any]:
+    lengths = sorted({len(value) for value in values})
+    if len(lengths) > 1:
+        raise ValueError(f"{where} must have the same number of entries as all others; got {lengths}.")
+    return values

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bayesformer.data.collating import collate_columns
-from bayesformer.data.indexed import seed_example
+from bayesformer.data.global_random import seed_states
 from bayesformer.data.labels import LABEL_KEYS
 from bayesformer.data.ragged import Padding
 
@@ -18,7 +18,7 @@ class Columns:
 
     Columns of text are left out, since models take numbers (a tokenised dataset still has its text), and so are those
     whose names are not in `keys`, the names of what the model takes, if they are given. Random transforms of a table
-    act on whole batches, and are seeded per batch.
+    act on whole batches, and are seeded by its first example.
     """
 
     def __init__(
@@ -30,27 +30,19 @@ class Columns:
         keys: Collection[str] | None = None,
     ) -> None:
         self.table, self.name, self.collate_fn = table, name, collate_fn
-        self.padding = padding or Padding()
-        self.keys = None if keys is None else {*keys, *LABEL_KEYS}
+        self.padding, self.keys = padding or Padding(), keys
 
     def __len__(self) -> int:
         return len(self.table)
 
     def read(self, indices: list[int], seeds: Sequence[int] | None) -> Any:
         """The examples at `indices` as one dict of columns."""
-        seed_example(seeds, -1)
+        if seeds is not None:
+            seed_states(seeds[0])
         columns = dict(self.table[indices])
         if self.collate_fn is not None:
             return self.collate_fn([{key: column[i] for key, column in columns.items()} for i in range(len(indices))])
-        if self.keys is not None:
-            columns = {key: column for key, column in columns.items() if key in self.keys}
-        numbers = {key: _flags_as_numbers(column) for key, column in columns.items() if not _is_text(column)}
-        if not set(numbers) - set(LABEL_KEYS):
-            raise ValueError(
-                f"{self.name} must have a column of numbers besides its labels; got {', '.join(columns)}. "
-                f"Tokenise text first, as in {self.name}.map(lambda row: tokenizer(row['text']))."
-            )
-        return collate_columns(numbers, self.padding, self.name)
+        return collate_columns(numbers_of(columns, self.name, self.keys), self.padding, self.name)
 
     def describe(self) -> str:
         """The type of the table and the names of its columns."""
@@ -82,9 +74,26 @@ def is_table(data: Any) -> bool:
     return all(hasattr(data, name) for name in ("column_names", "__len__", "__getitem__"))
 
 
-def _is_text(column: Any) -> bool:
-    return isinstance(column, list) and len(column) > 0 and isinstance(column[0], str)
+def numbers_of(columns: Mapping[str, Any], name: str, keys: Collection[str] | None = None) -> dict[str, Any]:
+    """The columns that hold numbers and are labels or named in `keys`, flags as numbers."""
+    found: dict[str, Any] = {}
+    for key, column in columns.items():
+        values = list(column) if isinstance(column, np.ndarray) and column.dtype == object else column
+        first = values[0]
+        if isinstance(first, str | bytes) or not (keys is None or key in keys or key in LABEL_KEYS):
+            continue
+        found[key] = np.array(values) if isinstance(first, bool) else values
+    if not set(found) - set(LABEL_KEYS):
+        raise ValueError(
+            f"{name} must have a column of numbers besides its labels; got {', '.join(columns)}. "
+            f"Tokenise text first, as in {name}.map(lambda row: tokenizer(row['text']))."
+        )
+    return found
 
 
-def _flags_as_numbers(column: Any) -> Any:
-    return np.array(column) if isinstance(column, list) and column and isinstance(column[0], bool) else column
+def collate_rows(
+    rows: Sequence[Mapping[str, Any]], padding: Padding, name: str, keys: Collection[str] | None = None
+) -> Any:
+    """A batch of the rows that a table gives one by one, when it is streamed."""
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    return collate_columns(numbers_of(columns, name, keys), padding, name)

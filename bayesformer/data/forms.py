@@ -14,13 +14,13 @@ from torch.utils.data import Dataset, TensorDataset
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
 from bayesformer.data.collating import collate as collate_items
-from bayesformer.data.columns import Columns, ColumnTable, is_table
-from bayesformer.data.in_memory import Data, InMemory
+from bayesformer.data.columns import Columns, ColumnTable, collate_rows, is_table
+from bayesformer.data.in_memory import Data, InMemory, join
 from bayesformer.data.indexed import Indexed
 from bayesformer.data.inputs import as_tensors
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.ragged import Padding, is_ragged
-from bayesformer.data.streams import Stream, Streamed
+from bayesformer.data.streams import Stream, Streamed, length_of
 from bayesformer.data.torch_datasets import Items, examples_of, is_indexable, is_loader, loading_of
 from bayesformer.data.unlabelled import InputBatches, ReadInputs, TensorInputs
 
@@ -111,10 +111,7 @@ def as_data(data: DataLike, name: str = "data") -> Data:
     batches = as_batches(data, name)
     if batches.tensors is not None:
         return batches.tensors
-    parts = list(batches.in_order(max(1, batches.num_data or 1)))
-    if len(parts) > 1:
-        raise ValueError(f"{name} must be small enough to be read as one batch here; got {type(data).__name__}.")
-    return Data(*parts[0])
+    return Data(*join(list(batches.in_order(batches.num_data or 256)), name))
 
 
 def _as_data(data: Any, name: str) -> Data | None:
@@ -178,6 +175,7 @@ def _read(
     if is_indexable(data) and not isinstance(data, str | bytes | Tensor | np.ndarray):
         return Indexed(Items(data, name, collate, padding), name)
     if hasattr(data, "__iter__") and not isinstance(data, str | bytes | Tensor | np.ndarray):
-        count = len(data) if num_data is None and hasattr(data, "__len__") else num_data
-        return Streamed(data, count, collate or partial(collate_items, padding=padding, name=name), name)
+        count = length_of(data) if num_data is None else num_data
+        default = partial(collate_rows, keys=keys) if hasattr(data, "column_names") else collate_items
+        return Streamed(data, count, collate or partial(default, padding=padding, name=name), name)
     raise ValueError(f"{name} must be {FORMS}; got {type(data).__name__}.")

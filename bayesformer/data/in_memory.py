@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
-from bayesformer.data.inputs import as_tensors, check_inputs, first_tensor, inputs_to, leaves, map_inputs
+from bayesformer.data.inputs import as_tensors, check_inputs, first_tensor, inputs_to, leaves, map_inputs, tensors_of
 from bayesformer.data.order import bounds, epoch_order, num_steps
 
 
@@ -142,6 +142,20 @@ def batch_to(batch: Batch, device: torch.device | str | None) -> Batch:
         return batch
     mask = None if batch.mask is None else batch.mask.to(device)
     return Batch(inputs_to(batch.inputs, device), batch.targets.to(device), mask)
+
+
+def join(parts: Sequence[Batch], name: str) -> Batch:
+    """Several batches as one; values that are no tensors are those of the first."""
+    if len(parts) == 1:
+        return parts[0]
+    shapes = [[tuple(t.shape[1:]) for t in [*tensors_of(part.inputs), part.targets]] for part in parts]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{name} must have batches of one shape to be held in memory; got {shapes[0]} and others.")
+    columns = zip(*(tensors_of(part.inputs) for part in parts), strict=True)
+    joined = iter([torch.cat(column) for column in columns])
+    inputs = map_inputs(parts[0].inputs, lambda _: next(joined))
+    masks = [part.mask for part in parts if part.mask is not None]
+    return Batch(inputs, torch.cat([part.targets for part in parts]), torch.cat(masks) if masks else None)
 
 
 def check_targets(targets: Any, mask: Any, count: int) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
-from bayesformer.data.global_random import borrowed, get_states, seed_states
+from bayesformer.data.global_random import borrowed, get_states
 from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import leaves
 from bayesformer.data.labels import split_labels
@@ -37,7 +37,7 @@ class Source(Protocol):
     def read(self, indices: list[int], seeds: Sequence[int] | None) -> Any:
         """The examples as one batch, not yet split into inputs and targets.
 
-        `seeds` has one seed per example and a last one for putting them together; None leaves the streams alone.
+        `seeds` has one seed per example for the global random streams; None leaves these alone.
         """
         ...
 
@@ -161,13 +161,7 @@ class _WholeBatches:
 
 
 def _seeds(stream: int, indices: Sequence[int]) -> list[int]:
-    return [*(fold(stream, index) for index in indices), fold(stream, "collate", *indices[:1])]
-
-
-def seed_example(seeds: Sequence[int] | None, place: int) -> None:
-    """Set the global random streams for the example at `place` of a batch; -1 for putting the batch together."""
-    if seeds is not None:
-        seed_states(seeds[place])
+    return [fold(stream, index) for index in indices]
 
 
 def _unchanged(raw: Any) -> Any:

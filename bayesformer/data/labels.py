@@ -63,7 +63,7 @@ def _split(raw: Any, name: str) -> Batch:
         if len(inputs) > 1 and isinstance(targets, Tensor) and targets.dtype == torch.bool:
             raise ValueError(
                 f"examples of {name} end with a boolean entry, which may be a mask or a label: "
-                "give Batch(inputs, targets, mask) for a mask, or integer labels."
+                "give bf.Batch(inputs, targets, mask) for a mask, or integer labels."
             )
         return Batch(inputs[0] if len(inputs) == 1 else tuple(inputs), targets)
     raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Literal
@@ -86,8 +86,8 @@ class Streamed(Batches):
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
         """The number of batches in one epoch, where it is known."""
-        if self.collate_fn is None and isinstance(self.source, Sized):
-            return len(self.source)  # batches of a loader
+        if self.collate_fn is None and (batches := length_of(self.source)) is not None:
+            return batches
         if self.num_data is None:
             return None
         return num_steps(self.num_data, self.batch_size or batch_size, join_single=join_single)
@@ -179,11 +179,19 @@ class Streamed(Batches):
 
     def _whole(self, own: PrivateStream, units: Iterator[Any]) -> Iterator[Any]:
         """Whole batches until the loader ends, or N examples were seen of one that may not end."""
-        limit = None if isinstance(self.source, Sized) else self.num_data
+        limit = self.num_data if length_of(self.source) is None else None
         seen, end = 0, object()
         while (limit is None or seen < limit) and (raw := own(lambda: next(units, end))) is not end:
             yield raw
             seen += len(first_tensor(drop_labels(raw, self.name)))
+
+
+def length_of(source: Any) -> int | None:
+    """`len(source)`, or None if it has no length; a DataLoader of a stream raises TypeError when asked."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
 
 
 def _digest(unit: Any) -> str:

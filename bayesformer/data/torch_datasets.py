@@ -15,7 +15,8 @@ from torch.utils.data import (
 )
 
 from bayesformer.data.collating import collate
-from bayesformer.data.indexed import Loading, seed_example
+from bayesformer.data.global_random import seed_states
+from bayesformer.data.indexed import Loading
 from bayesformer.data.ragged import Padding
 
 WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "timeout", "prefetch_factor", "pin_memory")
@@ -39,12 +40,15 @@ class Items:
         return len(self.dataset)
 
     def read(self, indices: list[int], seeds: Sequence[int] | None) -> Any:
-        """The examples at `indices` as one batch, each read under its own seed if there are any."""
+        """The examples at `indices` as one batch, each read under its own seed if there are any.
+
+        A random collate function continues the stream of the last example.
+        """
         items = []
         for place, index in enumerate(indices):
-            seed_example(seeds, place)
+            if seeds is not None:
+                seed_states(seeds[place])
             items.append(self.dataset[index])
-        seed_example(seeds, -1)
         return collate(items, self.padding, self.name) if self.collate_fn is None else self.collate_fn(items)
 
     def describe(self) -> str:

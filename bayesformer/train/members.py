@@ -16,6 +16,7 @@ from bayesformer.core.types import LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
+from bayesformer.data.inputs import tensors_of
 from bayesformer.inference import optimise
 from bayesformer.laws.samples import shared
 from bayesformer.model.modes import set_training
@@ -91,7 +92,8 @@ class Stage:
         """The members as one job of the training loop."""
         prototype, steps, count = self.prototype, self.steps, self.problem.num_data
         starts = [self.start(member) for member in members]
-        shell = self.skeleton(members[0]).shell()
+        theta = starts[0].theta if len(members) == 1 else None
+        shell = self.skeleton(members[0]).shell(theta=theta)  # the start itself is trained: no copy of it is kept
         shell.load_buffers(starts[0].buffers)
         objective = Objective(
             shell,
@@ -106,7 +108,7 @@ class Stage:
         return Job(
             shell=shell,
             transform=self.build(objective, self.training, steps, count),
-            theta=starts[0].theta if len(members) == 1 else torch.stack([start.theta for start in starts]),
+            theta=shell.theta if len(members) == 1 else torch.stack([start.theta for start in starts]),
             data=prototype.data,
             validation=self.validation,
             likelihood=prototype.likelihood,
@@ -151,8 +153,13 @@ class Stage:
         return found * self.training.batch_size // len(few.targets)
 
     def shared(self) -> dict[str, Tensor]:
-        """Frozen weights, which worker processes map instead of getting copies."""
-        return {}
+        """The model's weights and the data in memory, which worker processes map instead of getting copies."""
+        found = {f"weight.{name}": p.detach() for name, p in self.prototype.model.named_parameters()}
+        data = self.prototype.data.tensors
+        if data is not None:
+            every = [*tensors_of(data.inputs), data.targets, *([] if data.mask is None else [data.mask])]
+            found |= {f"data.{i}": tensor for i, tensor in enumerate(every)}
+        return {name: tensor for name, tensor in found.items() if tensor.device.type == "cpu"}
 
     @property
     def device(self) -> torch.device:

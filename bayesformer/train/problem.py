@@ -63,6 +63,9 @@ class Problem:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed must be a whole number; got {self.seed!r}.")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "reporter": Silent()}  # a terminal stays with its process
+
     @property
     def num_data(self) -> int:
         """N, the number of training examples."""
