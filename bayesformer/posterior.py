@@ -284,7 +284,7 @@ class Posterior:
         one = inputs_to(data.first(1), self.device)
         key = ("numbers", *(tuple(x.shape[1:]) for x in leaves(one) if isinstance(x, Tensor)))
         if key not in self._known:
-            self._known[key] = sampler.one(0, one).numel()
+            self._known[key] = sampler.trial().one(0, one).numel()
         return max(1, min(size, PASS_NUMBERS // max(1, self._known[key])))
 
     def _batch_size(self, given: int | None) -> int:

@@ -34,7 +34,7 @@ DRAWS, THREADS = 3, 8
 TRAINING = bf.Training(epochs=2, batch_size=4, lr=1e-2, warmup=1)
 SETTINGS: dict[str, dict[str, Any]] = {
     "ensemble": {"members": DRAWS},
-    "combined": {"settings": {"draws": DRAWS}},
+    "combined": {"settings": {"draws": 1, "chains": 2}},
     "swag": {"draws": DRAWS, "rank": 2, "every": 1},
     "sgld": {"draws": 1, "chains": 2},
     "psgld": {"draws": 1, "chains": 2},
@@ -46,11 +46,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace")
 }
 
+CERTAIN = ("mle", "map")
+"""methods with one draw"""
 NO_ATTENTION = "must have softmax attention that can be replaced"
 NO_DROPOUT = "needs a model with dropout"
 REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
-    **{(method, "geometric"): NO_ATTENTION for method in ("attention", "combined")},
+    **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},
+    ("mc_dropout", "no_dropout"): NO_DROPOUT,
 }
 """Cells that are refused before training, with what the error says."""
 
@@ -82,6 +85,11 @@ class Answer:
         return all(torch.equal(a, b) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def varies(self) -> bool:
+        """Whether draws differ; one draw does not."""
+        return any(bool((t[0] != t[-1]).any()) for t in self.tensors if t.dim() > 1)
 
     @property
     def finite(self) -> bool:
@@ -130,6 +138,7 @@ def check_cell(method: str, kind: str, folder: Path) -> str:
         posterior.save(folder)
     for way, answers in alone.items():
         assert all(answer.finite for answer in answers), f"{way}: NaN, or nothing"
+    assert method in CERTAIN or alone["sampled"][0].varies, "all draws are equal"
     check_refused_ways(posterior, example, kind)
     check_loaded(kind, folder, example, alone)
     check_threads(posterior, asked, alone)

@@ -98,6 +98,13 @@ def all_weights() -> Example:
 
 
 @kind
+def no_dropout() -> Example:
+    """Nothing random and no attention: three methods refuse it."""
+    x = numbers(N, D)
+    return Example(nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, C)), (x, whole(C, N)), x[:3])
+
+
+@kind
 def frozen_base() -> Example:
     model = Attends()
     model.embed.requires_grad_(False)

@@ -157,7 +157,7 @@ class Sampler:
                 raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
             return size
         weights = 0 if self.how.noisy else self.shell.space.size
-        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.one(0, few)))
+        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.trial().one(0, few)))
         return size if choose(self.count, weights, largest, self.device, veto=veto) == "batched" else 1
 
     def _found(self, key: Any, find: Callable[[], Any]) -> Any:
@@ -173,21 +173,20 @@ class Sampler:
         if self.shell.facts.staged:
             return "inferred weights have another precision than the vector they are kept in"
         few = map_inputs(few, lambda x: x[:2])
-        trial = [replaced(self, self.how.generators((0, 1), self.device)) for _ in range(2)]
-        alone = torch.stack([trial[0].one(draw, few) for draw in (0, 1)])
+        first = self.trial(2)
+        alone = torch.stack([first.one(draw, few) for draw in (0, 1)])
         try:
-            together = trial[1]._several((0, 1), few)
+            together = self.trial(2)._several((0, 1), few)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"the model does not take several draws at once ({str(error).splitlines()[0]})"
         same = together.shape == alone.shape and torch.allclose(together, alone, 1e-3, 1e-4)
         return None if same else "draws made together are not the draws made alone"
 
-
-def replaced(sampler: Sampler, generators: list[torch.Generator]) -> Sampler:
-    """The same sampler with other generators, for a trial."""
-    other = object.__new__(Sampler)
-    other.__dict__ = {**sampler.__dict__, "generators": generators, "together": 1}
-    return other
+    def trial(self, draws: int = 1) -> Sampler:
+        """The same sampler with generators of its own, so that what it draws leaves the next pass as it is."""
+        other = object.__new__(Sampler)
+        other.__dict__ = {**self.__dict__, "generators": self.how.generators(range(draws), self.device), "together": 1}
+        return other
 
 
 def vmapped_outputs(shell: Shell, params: Params, inputs: Inputs) -> Tensor:

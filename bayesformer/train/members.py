@@ -57,6 +57,8 @@ class Stage:
     terms: tuple[Term, ...] = ()
     samples: int = 1
     replacement: bool = False
+    held: tuple[str, ...] | None = None
+    """modules in evaluation mode; None: those of the prototype"""
     collect: Callable[[int], Collect] | None = None
     """from the number of steps in all to the states that are kept"""
     starts: Sequence[Start] | None = None
@@ -118,7 +120,7 @@ class Stage:
             steps=steps,
             randomness=prototype.randomness,
             dropout_rate=prototype.dropout_rate,
-            held=prototype.held,
+            held=prototype.held if self.held is None else self.held,
             replacement=self.replacement,
             join_single=prototype.moves_buffers,
             collect=None if self.collect is None else self.collect(steps),

@@ -100,8 +100,7 @@ class Prototype:
     @property
     def moves_buffers(self) -> bool:
         """Whether training changes buffers (running averages), so that each member has its own."""
-        shell_held = set(self.held)
-        return any(not _is_within(name, shell_held) for name in self.probed.buffers_changed)
+        return any(name.rpartition(".")[0] not in self.held for name in self.probed.buffers_changed)
 
     @cached_property
     def randomness(self) -> Randomness:
@@ -175,8 +174,3 @@ class _DecoderInputs:
 
     def __call__(self, batch: Batch) -> Batch:
         return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))
-
-
-def _is_within(name: str, modules: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))
