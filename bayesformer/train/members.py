@@ -93,6 +93,7 @@ class Stage:
     def job(self, members: Sequence[int]) -> Job:
         """The members as one job of the training loop."""
         prototype, steps, count = self.prototype, self.steps, self.problem.num_data
+        random = prototype.randomness  # its trial comes before anything that stays in memory
         starts = [self.start(member) for member in members]
         theta = starts[0].theta if len(members) == 1 else None
         shell = self.skeleton(members[0]).shell(theta=theta)  # the start itself is trained: no copy of it is kept
@@ -118,7 +119,7 @@ class Stage:
             seed=self.problem.seed,
             members=tuple(members),
             steps=steps,
-            randomness=prototype.randomness,
+            randomness=random,
             dropout_rate=prototype.dropout_rate,
             held=prototype.held if self.held is None else self.held,
             replacement=self.replacement,
