@@ -54,6 +54,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},
     ("mc_dropout", "no_dropout"): NO_DROPOUT,
+    ("concrete_dropout", "geometric"): "needs a model with linear layers",
 }
 """Cells that are refused before training, with what the error says."""
 
