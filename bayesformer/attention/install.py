@@ -119,7 +119,7 @@ def _made(build: BuildFamily, site: nn.Module) -> Family:
         made = build(*hf.size(site))
     if made.dropout.p:
         raise ValueError(f"dropout must be left out: it stays the model's own; got {made.dropout.p}.")
-    own = next((p for p in site.parameters() if p.is_floating_point()), torch.empty(0))
+    own = next((p for p in site.parameters() if p.is_floating_point()), torch.empty(0, device="cpu"))
     return made.to(own.device, own.dtype).train(site.training)
 
 

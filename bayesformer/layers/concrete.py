@@ -130,7 +130,8 @@ def add_concrete_sites(
             continue
         like = next(iter([*module.parameters(), *model.parameters()]))
         wide = torch.promote_types(like.dtype, torch.float32)  # half precision would round steps of a rate away
-        site = ConcreteDropout(rate, temperature, lengthscale).to(like.device, wide).train(module.training)
+        with like.device:
+            site = ConcreteDropout(rate, temperature, lengthscale).to(wide).train(module.training)
         if on_weights:
             module.dropout = site
         else:

@@ -164,7 +164,7 @@ def _start(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _empty(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors)
+    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)
 
 
 def _pieces(flat: int, tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:

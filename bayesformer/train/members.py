@@ -184,7 +184,7 @@ class Stage:
         try:
             job = self.job([0, 1])
             set_training(job.shell.module, job.held)
-            data = self.prototype.data.tensors.take(torch.zeros(2, 2, dtype=torch.int64))
+            data = self.prototype.data.tensors.take(torch.zeros(2, 2, dtype=torch.int64, device="cpu"))
             job.transform.update(job.transform.init({THETA: job.theta}), batch_to(data, self.device))
         except RuntimeError as error:
             return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
