@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import bayesformer as bf
-from bayesformer.attention import Edges, Gaussian, GraphAttention, Learned, RowNetwork, attention_mode, noise
+from bayesformer.attention import Edges, Gaussian, GraphAttention, Learned, RowNetwork, attention_mode
 from bayesformer.attention.edges import Rows
-from bayesformer.attention.noise import normal
 from bayesformer.attention.score_functions import Gat
+from bayesformer.core import draws
+from bayesformer.core.draws import drawing_from, normal_like
 from bayesformer.core.types import Draw
 from bayesformer.datasets.graphs import Graph, compressed_rows
 from bayesformer.models import GraphAttentionNetwork
@@ -33,18 +34,18 @@ def mask_of(edges):
 def same_noise(monkeypatch):
     """Noise of an edge is that of its entry in the dense table."""
     e, tables = edges(), []
-    filled, asked = noise._filled, {"dense": 0, "edges": 0}
+    drawn, asked = draws.draw, {"dense": 0, "edges": 0}
 
-    def fill(like, how):
+    def draw(like, make, fill):
         kind = "edges" if like.shape[-2] == 1 else "dense"
         place = asked[kind]
         asked[kind] += 1
         if place == len(tables):
-            tables.append(filled(like.new_empty(*like.shape[:-2], N, N), how))
+            tables.append(drawn(like.new_empty(*like.shape[:-2], N, N), make, fill))
         table = tables[place]
         return (table[..., e.target, e.source].unsqueeze(-2) if kind == "edges" else table).clone()
 
-    monkeypatch.setattr(noise, "_filled", fill)
+    monkeypatch.setattr(draws, "draw", draw)
 
 
 def both(name, training, dtype=torch.float64):
@@ -157,7 +158,7 @@ def test_the_numbers_of_an_edge_stand_together_from_the_scores_to_the_weights():
     """Else every gather is a copy and a slow walk: right, and several times slower."""
     e, h = edges(), torch.randn(1, H, N, d)
     logits = Gat(H, d).along(h, h, e)
-    for x in (logits, e.softmax(logits), Gaussian()(logits, e).weights, normal(logits)):
+    for x in (logits, e.softmax(logits), Gaussian()(logits, e).weights, normal_like(logits)):
         assert x.shape == (1, H, 1, len(e.source))
         assert x.stride()[1] == 1
         assert x.stride()[3] == H
@@ -274,7 +275,7 @@ def test_draws_made_together_are_the_draws_made_alone(family):
     model = bf.attention.install(GraphAttentionNetwork(3, 2, d, H, out_heads=H, dropout=0.0), family)
     x = torch.randn(1, N, 3)
     seeds = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
-    with torch.no_grad(), attention_mode(model, "draw", 2), noise.streams(seeds):
+    with torch.no_grad(), attention_mode(model, "draw", 2), drawing_from(seeds):
         together = model(x, EDGES[None])
     assert together.shape == (2, 1, N, 2)
     for seed, row in enumerate(together):

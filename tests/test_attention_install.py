@@ -21,7 +21,7 @@ from bayesformer.attention import (
     install,
     uninstall,
 )
-from bayesformer.attention.noise import log_uniform
+from bayesformer.core.draws import log_uniform_like
 from bayesformer.layers import kl_divergence
 from bayesformer.models.transformer import Encoder, Regressor
 from tests.attention_models import MODELS, B, D, T, V, bert_config, gpt2_config, llama_config, padding, vit
@@ -187,7 +187,7 @@ def test_weibull_attention_in_bert_is_the_formula():
     q, key, v = (part(x).view(B, T, 2, 4).transpose(1, 2) for part in (own.query, own.key, own.value))
     phi = q @ key.transpose(2, 3) / math.sqrt(4)
     torch.manual_seed(1)
-    noise = (-log_uniform(phi)).log()
+    noise = (-log_uniform_like(phi)).log()
     s = (phi + noise / k).exp() * mask[:, None, None, :]
     expected = (s / s.sum(-1, keepdim=True) @ v).transpose(1, 2).reshape(B, T, D)
     valid = mask == 1

@@ -8,15 +8,14 @@ Letters: B batch, H heads, T queries, S keys, d head width, D model width.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from bayesformer.attention.edges import Visible
 from bayesformer.attention.ranges import check_positive, check_rate
 from bayesformer.attention.rows import hidden_keys, row_softmax
 from bayesformer.attention.score_functions import ScaledDot
+from bayesformer.core.draws import dropout, dropout_rate
 from bayesformer.core.types import Draw
-from bayesformer.core.vectors import transformed
 
 
 def masked_softmax(logits: Tensor, mask: Visible) -> Tensor:
@@ -31,14 +30,11 @@ def masked_softmax(logits: Tensor, mask: Visible) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """Dropout that does not wait for torch's Bernoulli draws, which on a CPU cost three times a uniform."""
+    """Dropout of the library's own modules, by the generators in force, see `bayesformer/core/draws.py`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Entries at random set to 0, the others divided by their share."""
-        if not (self.training and self.p) or input.device.type != "cpu" or transformed():
-            return super().forward(input)
-        kept = torch.empty_like(input, memory_format=torch.preserve_format).uniform_().ge_(self.p)
-        return input * kept.div_(1 - self.p)
+        return dropout(input, dropout_rate(self.p)) if self.training else input
 
 
 class Softmax(nn.Module):

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from bayesformer.attention.core import Softmax
 from bayesformer.attention.family import Family, attention_mode
 from bayesformer.core.types import Inputs
+from bayesformer.model.randomness import pass_noise
 
 MOST_HEADS, MOST_PLACES = 8, 64  # of a picture: more would make a file large
 
@@ -41,12 +42,13 @@ def attention_maps(model: nn.Module, inputs: Inputs, draws: int = 100, seed: int
         raise ValueError(f"draws must be at least 2, for a spread; got {draws}.")
     training = model.training
     try:
-        with torch.no_grad(), torch.random.fork_rng(), MapRecorder(model.eval()) as recorder:
-            torch.manual_seed(seed)
-            with attention_mode(model, "draw"):
-                for _ in range(draws):
-                    recorder.begin()
-                    model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        source = torch.Generator(device).manual_seed(seed)
+        noise = pass_noise(source)
+        with torch.no_grad(), MapRecorder(model.eval()) as recorder, attention_mode(model, "draw"), noise:
+            for _ in range(draws):
+                recorder.begin()
+                model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
         return recorder.maps()
     finally:
         model.train(training)

@@ -15,7 +15,6 @@ from torch import Tensor
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import Drawn, Family
-from bayesformer.attention.noise import log_uniform
 from bayesformer.attention.ranges import check_above_zero
 from bayesformer.attention.rows import (
     Hidden,
@@ -29,6 +28,7 @@ from bayesformer.attention.rows import (
     visible_sum,
 )
 from bayesformer.attention.special import EULER, gammas
+from bayesformer.core.draws import log_uniform_like
 
 
 class Weibull(Family):
@@ -69,7 +69,7 @@ class Weibull(Family):
 
     @staticmethod
     def _noise(logits: Tensor) -> Tensor:
-        return log_uniform(logits).neg_().log_()
+        return log_uniform_like(logits).neg_().log_()
 
     @property
     def _slope(self) -> float:

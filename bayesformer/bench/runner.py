@@ -32,15 +32,15 @@ from bayesformer.attention.maps import picture
 from bayesformer.bench import chain_traces as traces
 from bayesformer.bench.memory import PeakMemory
 from bayesformer.bench.tasks import TASKS, Evaluation, Task, describe
+from bayesformer.bench.timing import best_seconds
 from bayesformer.core.errors import DamagedFileError, unknown_name
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.settings import identity, override, summary
 from bayesformer.core.storage import read_json, write_json
-from bayesformer.data import Data
-from bayesformer.data.inputs import first_tensor
-from bayesformer.bench.timing import best_seconds
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.workers import Failure, run_in_processes
+from bayesformer.data import Data
+from bayesformer.data.inputs import first_tensor
 from bayesformer.methods import METHODS, Method, Problem, build_method
 from bayesformer.posterior import Posterior
 from bayesformer.train.training import Training

@@ -8,6 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "COMPILED_CALL",
+    "DIRICHLET",
+    "GAMMA",
+    "TorchDispatchMode",
+    "compiled_from",
+    "defaults",
+    "gradient_hooks",
+    "is_distributed",
+    "named_slots",
+    "standard_gamma",
+    "transformed",
+    "tree_leaves",
+    "version",
+]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
@@ -40,6 +58,17 @@ def named_slots(module: nn.Module) -> dict[str, Tensor | None]:
 
 # What `module.compile()` leaves on a module: a compiled call bound to that very module. A copy must not run it.
 COMPILED_CALL = "_compiled_call_impl"
+
+# TorchDispatchMode: documented by torch ("Extending torch") under this private path only.
+# tree_leaves: tensors inside whatever a model returns; torch.utils has no public way to walk it.
+
+
+def defaults(operation: Any) -> dict[str, Any]:
+    """The arguments of an elementary operation (torch.ops.aten...) in their order, with their default values.
+
+    A TorchDispatchMode is given arguments by place and without defaults; the schema alone knows their names.
+    """
+    return {argument.name: argument.default_value for argument in operation._schema.arguments}
 
 
 def transformed() -> bool:

@@ -18,10 +18,6 @@ class TrainingDivergedError(RuntimeError):
     """The loss became NaN or infinite."""
 
 
-class WorkerDiedError(RuntimeError):
-    """A worker process ended in the middle of a task: killed, out of memory, crashed, or by its own exit."""
-
-
 class OracleBeatenError(RuntimeError):
     """A method scored significantly above the true process, which only a leak can do."""
 

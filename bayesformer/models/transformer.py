@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.core import Attention, Linear, Softmax
+from bayesformer.attention.core import Attention, Dropout, Linear, Softmax
 from bayesformer.attention.ranges import check_positive, check_rate
 from bayesformer.core.errors import unknown_name
 
@@ -103,7 +103,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention, self.mlp = Attention(dim, heads, family), Mlp(dim, hidden)
-        self.attention_dropout, self.mlp_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.attention_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, D) and the KL of each example, (B,)."""
@@ -149,7 +149,7 @@ class Encoder(nn.Module):
         if positions not in POSITIONS:
             raise unknown_name("positions", positions, POSITIONS)
         self.dim, self.causal = dim, causal
-        self.positions, self.dropout = POSITIONS[positions](dim, max_length), nn.Dropout(dropout)
+        self.positions, self.dropout = POSITIONS[positions](dim, max_length), Dropout(dropout)
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.register_buffer("visible", visible_keys(max_length, causal), persistent=False)
