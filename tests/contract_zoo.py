@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -226,6 +227,19 @@ class FunctionalDropout(Attends):
 @kind
 def functional_dropout() -> Example:
     return sequences(FunctionalDropout())
+
+
+class Noisy(Attends):
+    """Noise of torch and of numpy in every pass, in training and in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = float(numpy.random.normal(0, 0.1))  # noqa: NPY002 (what people write)
+        return super().forward(x + 0.1 * torch.randn_like(x) + shift)
+
+
+@kind
+def own_noise() -> Example:
+    return sequences(Noisy())
 
 
 class Stack(nn.Module):

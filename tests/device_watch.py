@@ -47,9 +47,8 @@ class DeviceWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func in FACTORIES and given.get("device") is None and not _follows(func, args):
-            _blame(func.__name__)
-        elif getattr(func, "__name__", "") in MOVES:
+        unnamed = func in FACTORIES and given.get("device") is None and not _follows(func, args)
+        if unnamed or getattr(func, "__name__", "") in MOVES:
             _blame(func.__name__)
         return func(*args, **given)
 
@@ -69,7 +68,7 @@ def _blame(what: str) -> None:
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
-    """The line that made a call: modes that pass it on are skipped, and distributions, which make what they are told."""
+    """The line that made a call; modes that pass it on are skipped, and distributions, which only make what is asked."""
     skipped = (f"{TORCH}/distributions", f"{TORCH}/overrides", f"{TORCH}/utils", f"{TORCH}/_tensor", f"{TORCH}/nn/init")
     while frame is not None:
         code = frame.f_code

@@ -41,7 +41,7 @@ def test_a_factory_of_the_library_is_found(monkeypatch, tmp_path):
         with watching_devices(monkeypatch):
             exec(compile(text, outside, "eval"), {"torch": torch})
             with pytest.raises(
-                UnnamedDeviceError, match=r"without a device in bayesformer/made_up.py:<module>, line 1"
+                UnnamedDeviceError, match="without a device in bayesformer/made_up.py:<module>"
             ):
                 exec(compile(text, inside, "eval"), {"torch": torch})
     for text in ("torch.zeros(3, device='cpu')", "torch.zeros_like(x)", "x.new_zeros(3)", "torch.Generator(x.device)",

@@ -69,9 +69,7 @@ class DrawPlan:
         return nullcontext()
 
     def randomness(self, shell: Shell, inputs: Inputs) -> Randomness:
-        """How a pass draws its random numbers, by one trial on two examples."""
-        if not (self.noisy or self.attention):
-            return Randomness()
+        """How a pass draws its random numbers, by one trial on two examples: some models do in evaluation mode, too."""
         self.load(shell, 0)
         few = map_inputs(inputs, lambda x: x[:2])
         with self.drawing(shell), torch.no_grad():
@@ -118,13 +116,8 @@ class Sampler:
             row = 0 if self.how.noisy else draw
             self.shell.load_buffers(buffers_of(self.how.law, row))  # a pass may have changed them
         generator, rate = self.generators[draw], self.how.dropout_rate
-        passing = self.random.passing(generator, rate) if self._is_random else nullcontext()
-        with torch.inference_mode(), passing, self.how.drawing(self.shell):
+        with torch.inference_mode(), self.random.passing(generator, rate), self.how.drawing(self.shell):
             return apply(self.shell.module, inputs)
-
-    @property
-    def _is_random(self) -> bool:
-        return self.how.noisy or self.how.attention
 
     def _several(self, draws: Sequence[int], inputs: Inputs) -> Tensor:
         if self.how.noisy:
@@ -170,6 +163,8 @@ class Sampler:
             return "every draw has weights and an attention stream of its own"
         if self.how.noisy and not families(self.shell.module):
             return "every draw has a dropout stream of its own"
+        if not self.how.noisy and self.random.kind != "none":
+            return "the model draws random numbers in evaluation mode"
         if self.shell.facts.staged:
             return "inferred weights have another precision than the vector they are kept in"
         few = map_inputs(few, lambda x: x[:2])

@@ -150,9 +150,7 @@ class Stage:
     def largest(self) -> int:
         """Numbers in the largest tensor of a forward pass on one batch, scaled up from two examples."""
         shell, few = self.skeleton(0).shell(gradients=False), self.prototype.few
-        shell.module.eval()
-        with torch.no_grad():
-            found = largest_tensor(lambda: shell(few.inputs))
+        found = largest_tensor(lambda: self.prototype.trial(shell, few))
         return found * self.training.batch_size // len(few.targets)
 
     def shared(self) -> dict[str, Tensor]:

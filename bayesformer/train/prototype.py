@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.seeds import stream
+from bayesformer.core.seeds import generator, stream
 from bayesformer.core.types import Batch, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
@@ -18,7 +18,7 @@ from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe
-from bayesformer.model.randomness import Randomness, find_randomness
+from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
@@ -147,13 +147,17 @@ class Prototype:
             other = dict(self.problem.model().named_parameters())
         return {name: p.detach() for name, p in frozen.items() if not torch.equal(p, other[name])}
 
+    def trial(self, shell: Shell, few: Batch) -> Tensor:
+        """Outputs of a pass in evaluation mode; if it draws random numbers, the caller's streams are left alone."""
+        shell.module.eval()
+        source = generator(self.problem.seed, "trial", device=self.skeleton.device)
+        with torch.no_grad(), stream(self.problem.seed, "trial"), pass_noise(source):
+            return shell(few.inputs)
+
     def _check(self, data: Batches, label: str) -> None:
         """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
-        shell = self.skeleton.shell(gradients=False)
-        shell.module.eval()
         few = batch_to(data.first(FEW), self.skeleton.device)
-        with torch.no_grad():
-            outputs = shell(few.inputs)
+        outputs = self.trial(self.skeleton.shell(gradients=False), few)
         if len(outputs) != len(few.targets):
             raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(few.targets)}.")
         whole = data.tensors
