@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 import bayesformer as bf
 from bayesformer.attention import Softmax, Weibull, attention_kl, attention_mode
@@ -11,7 +12,6 @@ from bayesformer.core.draws import drawing_from, log_uniform_like, normal_like
 from bayesformer.laws import Samples
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
-from bayesformer.network import FlatModel
 from bayesformer.posterior import Posterior
 from bayesformer.predict import sampled
 from tests.attention_zoo import STOCHASTIC
@@ -19,7 +19,8 @@ from tests.attention_zoo import STOCHASTIC
 
 def posterior(model, likelihood="gaussian"):
     kinds = {"gaussian": bf.Gaussian(), "categorical": bf.Categorical()}
-    return Posterior(model.eval(), kinds[likelihood], Samples(FlatModel(model).theta[None]), noisy_draws=5)
+    theta = parameters_to_vector(model.parameters()).detach()
+    return Posterior(model.eval(), kinds[likelihood], Samples(theta[None]), noisy_draws=5)
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -62,7 +63,7 @@ def test_other_noise_is_not_batched():
     """Dropout has no stream per draw: the two ways would give different draws, and that is seen."""
     for family in (partial(Softmax, dropout=0.5), STOCHASTIC["weibull"]):
         made = posterior(Regressor(Encoder(dim=8, heads=2, dropout=0.5, family=family)))
-        with pytest.raises(ValueError, match="every draw has a dropout stream of its own"):
+        with pytest.raises(ValueError, match="strategy 'batched' is not possible here"):
             made.outputs(torch.randn(3, 5, 1), strategy="batched")
 
 
@@ -77,20 +78,12 @@ def test_a_model_that_mixes_its_batch_is_not_batched():
         made.outputs(torch.randn(3, 5, 1), strategy="batched")
 
 
-def test_draws_per_pass_depend_on_the_size_of_a_batch(monkeypatch):
+def test_draws_per_pass_depend_on_the_size_of_a_batch():
     made = posterior(Regressor(Encoder(dim=8, heads=2, family=STOCHASTIC["weibull"])))
-    asked = []
-    original = sampled.PredictTask._together
-
-    def spy(self, members, chunks):
-        asked.append(len(members))
-        return original(self, members, chunks)
-
-    monkeypatch.setattr(sampled.PredictTask, "_together", spy)
-    made.outputs(torch.randn(64, 24, 1), 5, strategy="batched")
-    assert asked[-3:] == [2, 2, 1]  # 64 · 24 numbers per draw
-    made.outputs(torch.randn(1, 24, 1), 30, strategy="batched")
-    assert asked[-1] == 30
+    for examples, draws, expected in [(64, 5, 2), (1, 30, 170)]:  # 64 · 24 numbers per draw, and 24
+        few = torch.randn(examples, 24, 1)
+        with made.shells.borrow() as shell:
+            assert sampled.Sampler(shell, made._plan(draws, 0), draws, few, "batched").together == expected
 
 
 def test_a_stream_per_row_is_the_stream_of_that_row_alone():

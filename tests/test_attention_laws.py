@@ -13,7 +13,7 @@ from bayesformer.attention import (
     Contextual,
     DataDependent,
     Dirichlet,
-    Gaussian,
+    GaussianLogits,
     Learned,
     Lognormal,
     RowNetwork,
@@ -50,7 +50,7 @@ def test_lognormal_log_ratios_are_normal():
 
 
 def test_gaussian_log_ratios_are_normal_with_the_spread_of_both_keys():
-    family = Gaussian(Learned(1.0, length=2))
+    family = GaussianLogits(Learned(1.0, length=2))
     with torch.no_grad():
         family.spread.rho[0, 0] = torch.tensor([inverse_softplus(0.3), inverse_softplus(0.8)])
     assert_law(pair(family), stats.norm(0.7, math.hypot(0.3, 0.8)).cdf)
@@ -114,11 +114,11 @@ def test_lognormal_kl(sigma, mu, prior_sigma):
 
 
 def test_gaussian_kl_and_zero_at_the_prior():
-    family = Gaussian(Learned(0.3, H), prior_sigma=0.8)
+    family = GaussianLogits(Learned(0.3, H), prior_sigma=0.8)
     kl = family(torch.randn(B, H, T, S), CAUSAL).kl
     entry = dist.kl_divergence(dist.Normal(0.0, 0.3), dist.Normal(0.0, 0.8))
     torch.testing.assert_close(kl, (entry * H * CAUSAL.sum()).expand(B))
-    assert Gaussian(Learned(0.8, H), prior_sigma=0.8)(torch.randn(B, H, T, S), CAUSAL).kl.abs().max() < 1e-5
+    assert GaussianLogits(Learned(0.8, H), prior_sigma=0.8)(torch.randn(B, H, T, S), CAUSAL).kl.abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -181,7 +181,7 @@ def test_contextual_kl_and_its_gradients_equal_a_naive_twin(build, mask):
     [
         lambda e: Weibull(1 / e),
         Lognormal,
-        lambda e: Gaussian(Learned(e)),
+        lambda e: GaussianLogits(Learned(e)),
         lambda e: Dirichlet(Learned(1 / e**2, per_row=True)),
     ],
     ids=["weibull", "lognormal", "gaussian", "dirichlet"],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bayesformer.attention.core import masked_softmax
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import AttentionFamily
+from bayesformer.attention.multi_head import masked_softmax
 from bayesformer.core import draws
 
 
 def attend(
-    family: Family | None,
+    family: AttentionFamily | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.family import Drawn, Family
+from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
 from bayesformer.attention.rows import Hidden, hidden_keys, hide_, known, noisy_softmax, visible_count
 from bayesformer.core.draws import normal_like
 
 
-class Lognormal(Family):
+class Lognormal(AttentionFamily):
     """Lognormal scores against Lognormal(μ, σ₀²). Section 3.2 and eq. 2 of the paper.
 
         KL_ij = log(σ₀/σ) + [σ² + (Φ_ij - σ²/2 - μ)²] / 2σ₀² - ½

@@ -123,7 +123,7 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=device)
 
 
-class Sampler(NamedTuple):
+class GammaSampler(NamedTuple):
     """A way to draw log X for X ~ Gamma(α, 1)."""
 
     noise: Callable[[Tensor], tuple[Tensor, ...]]
@@ -206,4 +206,4 @@ def log_surrogate(alpha: Tensor, log_u: Tensor) -> tuple[Tensor, Tensor]:
     return value, digamma.sub_(value)
 
 
-IMPLICIT, SURROGATE = Sampler(gamma_noise, log_gamma), Sampler(surrogate_noise, log_surrogate)
+IMPLICIT, SURROGATE = GammaSampler(gamma_noise, log_gamma), GammaSampler(surrogate_noise, log_surrogate)

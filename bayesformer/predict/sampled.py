@@ -119,6 +119,10 @@ class Sampler:
         with torch.inference_mode(), self.random.passing(generator, rate), self.how.drawing(self.shell):
             return apply(self.shell.module, inputs)
 
+    def trial(self, inputs: Inputs) -> Tensor:
+        """(B, ...): outputs of draw 0 by a generator of its own, so that the draws to come are not disturbed."""
+        return self._apart(1).one(0, inputs)
+
     def _several(self, draws: Sequence[int], inputs: Inputs) -> Tensor:
         if self.how.noisy:
             self.how.load(self.shell, 0)
@@ -150,7 +154,7 @@ class Sampler:
                 raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
             return size
         weights = 0 if self.how.noisy else self.shell.space.size
-        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.trial().one(0, few)))
+        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.trial(few)))
         return size if choose(self.count, weights, largest, self.device, veto=veto) == "batched" else 1
 
     def _found(self, key: Any, find: Callable[[], Any]) -> Any:
@@ -168,17 +172,17 @@ class Sampler:
         if self.shell.facts.staged:
             return "inferred weights have another precision than the vector they are kept in"
         few = map_inputs(few, lambda x: x[:2])
-        first = self.trial(2)
+        first = self._apart(2)
         alone = torch.stack([first.one(draw, few) for draw in (0, 1)])
         try:
-            together = self.trial(2)._several((0, 1), few)
+            together = self._apart(2)._several((0, 1), few)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"the model does not take several draws at once ({str(error).splitlines()[0]})"
         same = together.shape == alone.shape and torch.allclose(together, alone, 1e-3, 1e-4)
         return None if same else "draws made together are not the draws made alone"
 
-    def trial(self, draws: int = 1) -> Sampler:
-        """The same sampler with generators of its own, so that what it draws leaves the next pass as it is."""
+    def _apart(self, draws: int) -> Sampler:
+        """The same sampler with generators of its own."""
         other = object.__new__(Sampler)
         other.__dict__ = {**self.__dict__, "generators": self.how.generators(range(draws), self.device), "together": 1}
         return other
