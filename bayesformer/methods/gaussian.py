@@ -14,9 +14,11 @@ from bayesformer.core.rules import above, at_least, between, check_ranges, finit
 from bayesformer.core.settings import LATER
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dense, vi_diag
+from bayesformer.inference.ekf_common import Scores
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.example_scores import scores_for
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import earlier_law, fit_gaussian
@@ -252,16 +254,22 @@ class Ekf:
             method, sd = replace(self, warm_up=0.0), earlier_law(prototype).sd
             if self.subset != "*":
                 raise ValueError(f"ekf.subset must be '*' with an earlier posterior as the prior; got {self.subset!r}.")
-        training = replace(problem.training, epochs=1, max_steps=None)
-        build = partial(self.build, sd=sd)
+        held = prototype.noisy_held  # an example by itself has no averages of a batch
         return fit_gaussian(
-            method, prototype, build, module.law, prior=None, prior_in_objective=False, training=training
+            method,
+            prototype,
+            partial(self.build, sd=sd, each=scores_for(prototype, held)),
+            module.law,
+            prior=None,
+            prior_in_objective=False,
+            training=replace(problem.training, epochs=1, max_steps=None),
+            held=held,
         )
 
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor
+        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor, each: Scores
     ) -> Transform:
         """The filter, diagonal or dense."""
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
         lr = None if self.temperature == 1 else training.batch_size / self.temperature
-        return module.build(log_joint, lr, self.transition_sd, sd=sd)
+        return module.build(log_joint, lr, self.transition_sd, sd=sd, each=each)

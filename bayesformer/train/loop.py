@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesformer.core.errors import TrainingDivergedError
 from bayesformer.core.progress import Reporter, Silent
-from bayesformer.core.seeds import fold
+from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch, Params, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
@@ -222,7 +222,9 @@ def _judge(run: TrainingRun, job: Job) -> None:
     if job.validation is None or run.best_theta is None:
         return
     theta = run.theta
-    value = score(job.shell, job.likelihood, theta, job.validation).cpu()
+    source = generator(job.seed, "validation", epoch, device=theta.device)
+    with job.randomness.passing(source, dropout_rate=job.dropout_rate):  # some models draw in evaluation mode, too
+        value = score(job.shell, job.likelihood, theta, job.validation).cpu()
     set_training(job.shell.module, job.held)
     better = (value > run.best_score) & ~run.stopped
     if theta.dim() == 1:
