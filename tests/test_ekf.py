@@ -7,8 +7,9 @@ import torch
 from scipy import stats
 from torch import nn
 
+from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Batch
-from bayesformer.core.vectors import THETA, noise_from
+from bayesformer.core.vectors import THETA
 from bayesformer.data import Data
 from bayesformer.inference import ekf
 from bayesformer.inference import ekf_dense as dense
@@ -236,13 +237,13 @@ def test_rows_are_members_of_their_own(kind):
     together, outputs = transform.update(transform.init({THETA: theta}), stacked)
     assert outputs.shape == (3, 24)
     assert together.log_joint.shape == (3,)
-    with noise_from([torch.Generator().manual_seed(i) for i in range(3)]):
+    with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
         draws = kind.sample(together)[THETA]
     for i, part in enumerate(parts):
         alone, _ = transform.update(transform.init({THETA: theta[i]}), part)
         torch.testing.assert_close(together.params[THETA][i], alone.params[THETA])
         torch.testing.assert_close(together.log_joint[i], alone.log_joint)
-        with noise_from([torch.Generator().manual_seed(i)]):
+        with drawing_from([torch.Generator().manual_seed(i)]):
             torch.testing.assert_close(draws[i], kind.sample(alone)[THETA])
 
 

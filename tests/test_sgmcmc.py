@@ -7,7 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.core.vectors import THETA, dot, is_matrix, noise_from
+from bayesformer.core.draws import drawing_from
+from bayesformer.core.vectors import THETA, dot, is_matrix
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.diagnostics import kinetic_temperature
 from bayesformer.likelihoods import Categorical
@@ -422,10 +423,10 @@ def test_pure_update_leaves_the_old_state(build):
 def test_rows_of_a_matrix_are_members_of_their_own(build, scheduled):
     theta = torch.randn(3, 20, dtype=torch.float64) * torch.tensor([[0.1], [1.0], [2.0]])
     together, alone = build(QuarticRows(), *settings(scheduled)), build(quartic, *settings(scheduled))
-    with noise_from([torch.Generator().manual_seed(i) for i in range(3)]):
+    with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
         state = run(together, {THETA: theta.clone()}, 15)
     for i, row in enumerate(theta):
-        with noise_from([torch.Generator().manual_seed(i)]):
+        with drawing_from([torch.Generator().manual_seed(i)]):
             single = run(alone, {THETA: row.clone()}, 15, inplace=False)
         torch.testing.assert_close(state.params[THETA][i], single.params[THETA])
         torch.testing.assert_close(state.log_joint[i], single.log_joint)

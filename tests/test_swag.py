@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Params, Transform
-from bayesformer.core.vectors import THETA, noise_from
+from bayesformer.core.vectors import THETA
 from bayesformer.data import Data
 from bayesformer.inference import optimise, swag, vi_diag
 from bayesformer.inference.optimise import Adam
@@ -174,13 +175,13 @@ class Rows:
 def test_rows_are_members_of_their_own():
     theta = torch.randn(3, 5, dtype=torch.float64)
     transform = swag.build(vi_diag.build(Rows(), 0.1, Adam(0.1)), start=2, every=2, rank=3)
-    with noise_from([torch.Generator().manual_seed(i) for i in range(3)]):
+    with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
         together = run(transform, {THETA: theta}, 11, inplace=True)
         draw = swag.sample(together)[THETA]
     assert together.log_joint.shape == (3,)
     assert together.deviations[THETA].shape == (3, 3, 5)
     for i, row in enumerate(theta):
-        with noise_from([torch.Generator().manual_seed(i)]):
+        with drawing_from([torch.Generator().manual_seed(i)]):
             alone = run(transform, {THETA: row}, 11, inplace=True)
             torch.testing.assert_close(together.params[THETA][i], alone.params[THETA])
             torch.testing.assert_close(draw[i], swag.sample(alone)[THETA])

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bayesformer.core.transfer import pack_result, unpack
 from bayesformer.core.progress import Queued, Reporter
+from bayesformer.core.transfer import pack_result, unpack
 
 PARENT_SECONDS = 0.5  # between two looks at whether the parent still lives
 

@@ -6,18 +6,32 @@ members of their own. These helpers treat the three alike, so an algorithm is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from bayesformer.core.compat import transformed
+from bayesformer.core.draws import normal_like
 from bayesformer.core.types import Batch, LogJoint, Params
+
+__all__ = [
+    "PIECE",
+    "THETA",
+    "blank",
+    "count",
+    "dot",
+    "is_long",
+    "is_matrix",
+    "normal_like",
+    "per_member",
+    "pieces",
+    "transformed",
+    "value_and_grad",
+]
 
 THETA = "theta"
 """Name of the one vector that stands for all trainable weights, where they are kept flat."""
-
-_generators: Sequence[torch.Generator] = ()  # one per member while the training loop runs
 
 
 def value_and_grad(log_joint: LogJoint) -> Callable[[Params, Batch], tuple[Tensor, Tensor, Params]]:
@@ -35,11 +49,6 @@ def value_and_grad(log_joint: LogJoint) -> Callable[[Params, Batch], tuple[Tenso
 
 
 PIECE = 1 << 18  # numbers per piece: a few of them stay in the cache
-
-
-def transformed() -> bool:
-    """Whether a transform of torch.func is going on, which knows plain operations only."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -87,30 +96,3 @@ def blank(params: Params) -> Tensor:
     """NaN per member, (L,), or (): the log joint before the first step."""
     one = next(iter(params.values()))
     return one.new_full(one.shape[:-1] if is_matrix(params) else (), torch.nan)
-
-
-def normal_like(tensor: Tensor) -> Tensor:
-    """Standard normal noise in the shape of a parameter.
-
-    From the members' own generators while `noise_from` is in force, row by row, so that members in lockstep
-    draw what each would draw alone; otherwise from the global stream (under vmap: randomness="different").
-    """
-    if not _generators:
-        return torch.randn_like(tensor)
-    noise = torch.empty_like(tensor)
-    if len(_generators) == 1:
-        return noise.normal_(generator=_generators[0])
-    for row, generator in zip(noise, _generators, strict=True):
-        row.normal_(generator=generator)
-    return noise
-
-
-@contextmanager
-def noise_from(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Let `normal_like` draw from these, one per member."""
-    global _generators  # noqa: PLW0603 (like torch's own global stream, which it stands in for)
-    before, _generators = _generators, generators
-    try:
-        yield
-    finally:
-        _generators = before

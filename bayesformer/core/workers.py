@@ -28,10 +28,10 @@ from typing import Any
 
 from torch import Tensor
 
-from bayesformer.core.serving import become_worker, forget, in_worker, serve
-from bayesformer.core.transfer import mapped_file, pack, unpack
 from bayesformer.core.errors import WorkerDiedError
 from bayesformer.core.progress import Reporter, Silent
+from bayesformer.core.serving import become_worker, forget, in_worker, serve
+from bayesformer.core.transfer import mapped_file, pack, unpack
 
 POLL_SECONDS = 0.1  # between looks at the files of the workers
 LAST_WORDS = 2000  # characters of a dead worker's standard error that its error repeats

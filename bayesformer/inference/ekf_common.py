@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bayesformer.core.types import Batch, LogJoint, Params
 from bayesformer.core.vectors import is_matrix
+from bayesformer.model.randomness import plain_attention
 
 Curvature: TypeAlias = Callable[[Params, Batch], Any]
 """`curvature(params, batch)`: minus the Hessian of the mean log-likelihood of the batch."""
@@ -37,7 +37,7 @@ def scores(log_joint: LogJoint, params: Params, batch: Batch) -> tuple[Tensor, T
     every = torch.vmap(one, in_dims=(None, axes), randomness="different")
     if is_matrix(params):
         every = torch.vmap(every, in_dims=(0, axes), randomness="different")
-    with sdpa_kernel(SDPBackend.MATH):  # the fused attention kernel on CPU has no batching rule
+    with plain_attention():
         return every(params, batch)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from bayesformer.attention.core import Softmax
+from bayesformer.attention.multi_head import Softmax
 from bayesformer.core.errors import unknown_name
 from bayesformer.layers.local import is_conv1d
 from bayesformer.priors.distributions import Logistic

@@ -134,11 +134,6 @@ class Variational(nn.Module):
         """What the model returns, under one draw."""
         return self._under_draw(self.model, args, kwargs)
 
-    def outputs_and_kl(self, *args: Any, **kwargs: Any) -> Any:
-        """The same for a model that also gives the KL of its attention, per example: not that of the weights."""
-        method: Any = self.model.outputs_and_kl
-        return self._under_draw(method, args, kwargs)
-
     def posterior(self) -> Family:
         """The law of all random weights as one vector, in the order of `layout`."""
         return self.family.of(_flat(self._locations().values()), *self._raws())

@@ -122,6 +122,10 @@ class Sampler:
         with torch.inference_mode(), passing, self.how.drawing(self.shell):
             return apply(self.shell.module, inputs)
 
+    def trial(self, inputs: Inputs) -> Tensor:
+        """(B, ...): outputs of draw 0 by a generator of its own, so that the draws to come are not disturbed."""
+        return replaced(self, self.how.generators((0,), self.device)).one(0, inputs)
+
     @property
     def _is_random(self) -> bool:
         return self.how.noisy or self.how.attention
@@ -157,7 +161,7 @@ class Sampler:
                 raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
             return size
         weights = 0 if self.how.noisy else self.shell.space.size
-        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.one(0, few)))
+        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.trial(few)))
         return size if choose(self.count, weights, largest, self.device, veto=veto) == "batched" else 1
 
     def _found(self, key: Any, find: Callable[[], Any]) -> Any:

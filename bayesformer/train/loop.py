@@ -96,12 +96,20 @@ class Run:
     best_score: Tensor  # (L,)
     best_epoch: Tensor  # (L,)
     stopped: Tensor  # (L,)
+    stale: Tensor  # (L,), looks at the validation data since the best one
     values: list[Tensor]  # log joints of the epoch that is going on, each () or (L,)
     history: list[dict[str, list[float]]]
     draws: list[Tensor]  # each like theta
     draw_buffers: list[Params]
+    latest: dict[str, list[float]] = field(default_factory=dict)  # the last look at validation data in this epoch
     total: int = 0  # steps made in all
-    seconds: float = 0.0
+    seconds: float = 0.0  # spent before this session
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training over all sessions."""
+        return self.seconds + time.perf_counter() - self.began
 
     @property
     def theta(self) -> Tensor:
@@ -121,9 +129,7 @@ def train(
     set_training(job.shell.module, job.held)
     while not _ended(run, job):
         reporter.update(label, run.epoch, job.training.epochs, _note(run))
-        started = time.perf_counter()
         _epoch(run, job, saver)
-        run.seconds += time.perf_counter() - started
         saver.save(force=_ended(run, job))
     reporter.update(label, job.training.epochs, job.training.epochs)
     return _result(run, job)
@@ -146,6 +152,7 @@ def _begin(job: Job) -> Run:
         best_score=torch.full((members,), -torch.inf, dtype=torch.float64, device="cpu"),
         best_epoch=torch.zeros(members, dtype=torch.int64, device="cpu"),
         stopped=torch.zeros(members, dtype=torch.bool, device="cpu"),
+        stale=torch.zeros(members, dtype=torch.int64, device="cpu"),
         values=[],
         history=[],
         draws=[],
@@ -153,8 +160,9 @@ def _begin(job: Job) -> Run:
     )
 
 
-def _ended(run: Run, job: Job) -> bool:
-    return run.epoch >= job.training.epochs or run.total >= job.steps or bool(run.stopped.all())
+def _ended(run: Run, job: Job, epochs: int | None = None) -> bool:
+    done = run.epoch if epochs is None else epochs
+    return done >= job.training.epochs or run.total >= job.steps or bool(run.stopped.all())
 
 
 def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
@@ -173,18 +181,25 @@ def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
         if run.step % CHECK_EVERY == 0:
             _check_finite(run, job)
         if every is not None and run.total % every == 0:
-            _judge(run, job, run.epoch)
+            _judge(run, job)
         if run.total >= job.steps or bool(run.stopped.all()):
             break
         saver.save()
     _check_finite(run, job)
+    _end_epoch(run, job)
+
+
+def _end_epoch(run: Run, job: Job) -> None:
+    """Note the epoch in the history, after a look at the validation data if one is due."""
+    every = job.training.evaluate_every
+    unseen = _ended(run, job, run.epoch + 1) and every is not None and run.total % every
+    if every is None or unseen:  # the last weights are judged in any case
+        _judge(run, job)
     mean = torch.stack(run.values).double().mean(0).reshape(-1)
-    run.history.append({"log_joint": mean.tolist()})
-    if every is None:
-        run.history[-1] |= _judge(run, job, run.epoch)
+    run.history.append({"log_joint": mean.tolist(), **run.latest})
     if run.best_theta is None:
         run.best_epoch.fill_(run.epoch)
-    run.epoch, run.step, run.values = run.epoch + 1, 0, []
+    run.epoch, run.step, run.values, run.latest = run.epoch + 1, 0, [], {}
 
 
 def _batches(job: Job, run: Run) -> Iterator[Batch]:
@@ -202,10 +217,10 @@ def _keep_draw(run: Run, job: Job) -> None:
     run.draw_buffers.append(_buffers(job))
 
 
-def _judge(run: Run, job: Job, epoch: int) -> dict[str, list[float]]:
+def _judge(run: Run, job: Job) -> None:
     """Keep the best weights so far of every member that has not stopped, and stop those out of patience."""
     if job.validation is None or run.best_theta is None:
-        return {}
+        return
     theta = run.theta
     value = score(job.shell, job.likelihood, theta, job.validation).cpu()
     set_training(job.shell.module, job.held)
@@ -217,10 +232,11 @@ def _judge(run: Run, job: Job, epoch: int) -> dict[str, list[float]]:
     else:
         run.best_theta[better] = theta[better]
     run.best_score = torch.where(better, value, run.best_score)
-    run.best_epoch[better] = epoch
+    run.best_epoch[better] = run.epoch
+    run.stale = torch.where(better, 0, run.stale + 1)
     if job.training.patience:
-        run.stopped |= epoch - run.best_epoch >= job.training.patience
-    return {"validation": value.tolist()}
+        run.stopped |= run.stale >= job.training.patience
+    run.latest = {"validation": value.tolist()}
 
 
 def score(shell: Shell, likelihood: Likelihood, theta: Tensor, data: Batches) -> Tensor:
@@ -283,7 +299,7 @@ def _result(run: Run, job: Job) -> Trained:
         best_score=run.best_score,
         epochs=run.epoch,
         steps=run.total,
-        seconds=run.seconds,
+        seconds=run.elapsed,
         converged=[has_converged(run.history, i, bool(run.stopped[i])) for i in range(members)],
         draws=draws[None] if draws is not None and alone else draws,
         draw_buffers={name: value.expand(members, *value.shape) for name, value in kept.items()},

@@ -1,4 +1,4 @@
-"""What the recipes of methods share: a mode, a stage on a subset of the weights around it, a posterior from the result."""
+"""What the recipes of methods share: a mode, a stage on a subset of the weights around it, and the posterior."""
 
 from __future__ import annotations
 
