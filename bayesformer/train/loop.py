@@ -222,8 +222,8 @@ def _judge(run: TrainingRun, job: Job) -> None:
     if job.validation is None or run.best_theta is None:
         return
     theta = run.theta
-    source = generator(job.seed, "validation", epoch, device=theta.device)
-    with job.randomness.passing(source, dropout_rate=job.dropout_rate):  # some models draw in evaluation mode, too
+    source = generator(job.seed, "validation", run.total, device=theta.device)
+    with job.randomness.passing(source):  # some models draw in evaluation mode, too
         value = score(job.shell, job.likelihood, theta, job.validation).cpu()
     set_training(job.shell.module, job.held)
     better = (value > run.best_score) & ~run.stopped
