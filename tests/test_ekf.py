@@ -7,16 +7,18 @@ import torch
 from scipy import stats
 from torch import nn
 
+from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Batch
-from bayesformer.core.vectors import THETA, noise_from
+from bayesformer.core.vectors import THETA
 from bayesformer.data import Data
-from bayesformer.inference import ekf
+from bayesformer.inference import ekf_common as ekf
 from bayesformer.inference import ekf_dense as dense
 from bayesformer.inference import ekf_diag as diag
 from bayesformer.likelihoods import Categorical
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state
+from bayesformer.train.checkpoint import pack_state
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
+from tests.nets import shell_of
 
 KINDS = {"diag": diag, "dense": dense}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -236,13 +238,13 @@ def test_rows_are_members_of_their_own(kind):
     together, outputs = transform.update(transform.init({THETA: theta}), stacked)
     assert outputs.shape == (3, 24)
     assert together.log_joint.shape == (3,)
-    with noise_from([torch.Generator().manual_seed(i) for i in range(3)]):
+    with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
         draws = kind.sample(together)[THETA]
     for i, part in enumerate(parts):
         alone, _ = transform.update(transform.init({THETA: theta[i]}), part)
         torch.testing.assert_close(together.params[THETA][i], alone.params[THETA])
         torch.testing.assert_close(together.log_joint[i], alone.log_joint)
-        with noise_from([torch.Generator().manual_seed(i)]):
+        with drawing_from([torch.Generator().manual_seed(i)]):
             torch.testing.assert_close(draws[i], kind.sample(alone)[THETA])
 
 
@@ -283,8 +285,8 @@ class Attentive(nn.Module):
 
 
 def test_scores_of_a_flat_attention_model_are_those_of_single_examples():
-    model = FlatModel(Attentive())
-    joint = FlatLogJoint(model, Categorical(), None, 6)
+    model = shell_of(Attentive())
+    joint = Objective(model, Categorical(), 6)
     batch = Data(torch.randn(6, 5, 4), torch.arange(6) % 3).take(torch.arange(6))
     theta = model.theta.clone()
     value, outputs, ours = ekf.scores(joint, {THETA: theta}, batch)

@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 
-from bayesformer.core.vectors import THETA, noise_from
-from bayesformer.data import Data
+from bayesformer.core.draws import drawing_from
+from bayesformer.core.vectors import THETA
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import ivon, schedules
 from bayesformer.likelihoods import Gaussian
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state, score, unpack_state
+from bayesformer.train.checkpoint import pack_state, unpack_state
+from bayesformer.train.loop import score
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
-from tests.nets import Mlp
+from tests.nets import Mlp, shell_of
 
 CURVATURE = torch.tensor([3.0, 0.5, 10.0], dtype=torch.float64)
 CENTRE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -194,7 +196,7 @@ def test_in_place_and_pure_agree():
     transform = ivon.build(Quadratic(), 0.1, 50.0, weight_decay=0.1, betas=(0.9, 0.95), draws=2, clip_radius=0.8)
     states = []
     for inplace in (False, True):
-        with noise_from([torch.Generator().manual_seed(1)]):
+        with drawing_from([torch.Generator().manual_seed(1)]):
             states.append(pack_state(run(transform, transform.init(start(3)), 30, inplace=inplace)))
     for name, value in states[0].items():
         torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-12)
@@ -219,12 +221,12 @@ def test_in_place_leaves_what_it_was_started_from():
 def test_rows_are_members_of_their_own():
     theta = torch.randn(3, 3, dtype=torch.float64)
     transform = ivon.build(Quadratic(), 0.1, 50.0, betas=(0.9, 0.95))
-    with noise_from([torch.Generator().manual_seed(i) for i in range(3)]):
+    with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
         together = run(transform, transform.init({THETA: theta}), 10)
         draws = ivon.sample(together, 50.0, 1e-4)[THETA]
     assert together.log_joint.shape == (3,)
     for i, row in enumerate(theta):
-        with noise_from([torch.Generator().manual_seed(i)]):
+        with drawing_from([torch.Generator().manual_seed(i)]):
             alone = run(transform, transform.init({THETA: row}), 10)
             torch.testing.assert_close(together.params[THETA][i], alone.params[THETA])
             torch.testing.assert_close(together.hessian[THETA][i], alone.hessian[THETA])
@@ -249,18 +251,18 @@ def test_update_can_be_vmapped(monkeypatch):
 
 
 def test_a_flat_model_keeps_its_mean_apart_from_its_draws():
-    model = FlatModel(Mlp())
+    model = shell_of(Mlp())
     data = Data(torch.randn(20, 3), torch.randn(20, 2))
-    joint = FlatLogJoint(model, Gaussian(1.0), None, 20)
+    joint = Objective(model, Gaussian(1.0), 20)
     begin, batch = model.theta.clone(), data.take(torch.arange(10))
     settings = {"lr": 0.1, "ess": 20.0, "draws": 2, "betas": (0.9, 0.99)}
     transform, plain = ivon.build(joint, **settings), ivon.build(joint.__call__, **settings)
-    with noise_from([torch.Generator().manual_seed(0)]):
+    with drawing_from([torch.Generator().manual_seed(0)]):
         ours = transform.init({THETA: model.theta})
         for _ in range(5):
             ours, _ = transform.update(ours, batch, inplace=True)
-            score(model, Gaussian(1.0), ours.params[THETA], data)  # as the loop does after an epoch
-    with noise_from([torch.Generator().manual_seed(0)]):
+            score(model, Gaussian(1.0), ours.params[THETA], as_batches(data))  # as the loop does after an epoch
+    with drawing_from([torch.Generator().manual_seed(0)]):
         theirs = run(plain, plain.init({THETA: begin}), 5, batch, inplace=False)
     torch.testing.assert_close(ours.params[THETA], theirs.params[THETA], rtol=1e-4, atol=1e-5)
 
@@ -271,7 +273,7 @@ def test_a_checkpoint_continues_the_run():
     unpack_state(resumed, pack_state(halfway))
     states = []
     for state in (halfway, resumed):
-        with noise_from([torch.Generator().manual_seed(1)]):
+        with drawing_from([torch.Generator().manual_seed(1)]):
             states.append(pack_state(run(transform, state, 5)))
     torch.testing.assert_close(*states, rtol=0, atol=0)
 

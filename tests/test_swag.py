@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Params, Transform
-from bayesformer.core.vectors import THETA, noise_from
-from bayesformer.data import Data
+from bayesformer.core.vectors import THETA
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import optimise, swag, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state, score, unpack_state
+from bayesformer.train.checkpoint import pack_state, unpack_state
+from bayesformer.train.loop import score
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
-from tests.nets import Mlp
+from tests.nets import Mlp, shell_of
 
 
 class Walk(NamedTuple):
@@ -174,13 +176,13 @@ class Rows:
 def test_rows_are_members_of_their_own():
     theta = torch.randn(3, 5, dtype=torch.float64)
     transform = swag.build(vi_diag.build(Rows(), 0.1, Adam(0.1)), start=2, every=2, rank=3)
-    with noise_from([torch.Generator().manual_seed(i) for i in range(3)]):
+    with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
         together = run(transform, {THETA: theta}, 11, inplace=True)
         draw = swag.sample(together)[THETA]
     assert together.log_joint.shape == (3,)
     assert together.deviations[THETA].shape == (3, 3, 5)
     for i, row in enumerate(theta):
-        with noise_from([torch.Generator().manual_seed(i)]):
+        with drawing_from([torch.Generator().manual_seed(i)]):
             alone = run(transform, {THETA: row}, 11, inplace=True)
             torch.testing.assert_close(together.params[THETA][i], alone.params[THETA])
             torch.testing.assert_close(draw[i], swag.sample(alone)[THETA])
@@ -210,16 +212,16 @@ def test_update_can_be_vmapped():
 
 
 def test_a_flat_model_that_scores_the_mean_does_not_move_the_inner_weights():
-    model = FlatModel(Mlp())
+    model = shell_of(Mlp())
     data = Data(torch.randn(20, 3), torch.randn(20, 2))
-    joint = FlatLogJoint(model, Gaussian(1.0), None, 20)
+    joint = Objective(model, Gaussian(1.0), 20)
     inner = optimise.build(joint, Adam(0.01))
     begin = model.theta.clone()
     transform = swag.build(inner, start=2, every=1, rank=2)
     state = transform.init({THETA: model.theta})
     for _ in range(6):
         state, _ = transform.update(state, data.take(torch.arange(20)), inplace=True)
-        score(model, Gaussian(1.0), state.params[THETA], data)  # as the loop does after an epoch
+        score(model, Gaussian(1.0), state.params[THETA], as_batches(data))  # as the loop does after an epoch
     plain = inner.init({THETA: begin})
     for _ in range(6):
         plain, _ = inner.update(plain, data.take(torch.arange(20)), inplace=True)

@@ -339,7 +339,7 @@ def test_every_flipped_bit_of_a_checkpoint_is_noticed_or_harmless(tmp_path):
     good, whole, source = path.read_bytes(), train(job()), random.Random(0)
     header = int.from_bytes(good[:8], "little")
     places = [source.randrange(8 + header) for _ in range(60)] + [source.randrange(len(good)) for _ in range(60)]
-    refused = 0
+    refused = []
     for place in places:
         bad = bytearray(good)
         bad[place] ^= 1 << source.randrange(8)

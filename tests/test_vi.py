@@ -6,15 +6,17 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.core.vectors import THETA, noise_from
-from bayesformer.data import Data
+from bayesformer.core.draws import drawing_from
+from bayesformer.core.vectors import THETA
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import optimise, vi_dense, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state, score
+from bayesformer.train.checkpoint import pack_state
+from bayesformer.train.loop import score
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
-from tests.nets import Mlp
+from tests.nets import Mlp, shell_of
 
 KINDS = {"diag": vi_diag, "dense": vi_dense}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -302,7 +304,7 @@ def test_in_place_and_pure_agree(kind, draws):
     transform = kind.build(log_joint, 1 / 30, Adam(0.05), draws=draws, clip=0.3)
     states = []
     for inplace in (False, True):
-        with noise_from([torch.Generator().manual_seed(1)]):
+        with drawing_from([torch.Generator().manual_seed(1)]):
             states.append(run(transform, transform.init(start), 20, batch, inplace))
     pure, fused = states
     spreads = [s.log_sd if kind is vi_diag else s.factor for s in states]
@@ -335,12 +337,12 @@ def test_in_place_leaves_what_it_was_started_from(kind):
 def test_rows_are_members_of_their_own(kind):
     theta = torch.randn(3, 3, dtype=torch.float64)
     transform = kind.build(Quadratic(), 0.1, Adam(0.05), draws=2, clip=0.5)
-    with noise_from([torch.Generator().manual_seed(i) for i in range(3)]):
+    with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
         together = run(transform, transform.init({THETA: theta}), 10)
         draw = kind.sample(together)
     assert together.log_joint.shape == (3,)
     for i, row in enumerate(theta):
-        with noise_from([torch.Generator().manual_seed(i)]):
+        with drawing_from([torch.Generator().manual_seed(i)]):
             alone = run(transform, transform.init({THETA: row}), 10)
             torch.testing.assert_close(together.params[THETA][i], alone.params[THETA])
             torch.testing.assert_close(draw[THETA][i], kind.sample(alone)[THETA])
@@ -383,19 +385,19 @@ def test_draws_have_the_law_of_q(kind):
 
 def test_a_flat_model_keeps_its_mean_apart_from_its_draws():
     torch.manual_seed(0)
-    model = FlatModel(Mlp())
+    model = shell_of(Mlp())
     data = Data(torch.randn(20, 3), torch.randn(20, 2))
-    joint = FlatLogJoint(model, Gaussian(1.0), None, 20)
+    joint = Objective(model, Gaussian(1.0), 20)
     for kind in KINDS.values():
         start = model.theta.clone()
         transform = kind.build(joint, 1 / 20, Adam(0.01), log_sd=-1.0, draws=2)
         plain = kind.build(joint.__call__, 1 / 20, Adam(0.01), log_sd=-1.0, draws=2)  # no memory shared
-        with noise_from([torch.Generator().manual_seed(0)]):
+        with drawing_from([torch.Generator().manual_seed(0)]):
             ours = transform.init({THETA: model.theta})
             for _ in range(5):
                 ours, _ = transform.update(ours, data.take(torch.arange(10)), inplace=True)
-                score(model, Gaussian(1.0), ours.params[THETA], data)  # as the loop does after an epoch
-        with noise_from([torch.Generator().manual_seed(0)]):
+                score(model, Gaussian(1.0), ours.params[THETA], as_batches(data))  # as the loop does after an epoch
+        with drawing_from([torch.Generator().manual_seed(0)]):
             theirs = run(plain, plain.init({THETA: start}), 5, data.take(torch.arange(10)), inplace=False)
         torch.testing.assert_close(ours.params[THETA], theirs.params[THETA], rtol=1e-4, atol=1e-6)
         model.load(start)

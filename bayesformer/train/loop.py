@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import InMemory
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.modes import set_training
-from bayesformer.model.randomness import Randomness
+from bayesformer.model.randomness import Randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.train import checkpoint as checkpoints
 from bayesformer.train.collect import Collect
@@ -172,7 +173,7 @@ def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
             generator.manual_seed(fold(job.seed, member, run.epoch, "noise"))
     every = job.training.evaluate_every
     for batch in _batches(job, run):
-        with job.randomness.passing(run.generators, dropout_rate=job.dropout_rate):
+        with _noise(run, job):
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
         run.values.append(log_value(run.state))
         run.step, run.total = run.step + 1, run.total + 1
@@ -200,6 +201,16 @@ def _end_epoch(run: Run, job: Job) -> None:
     if run.best_theta is None:
         run.best_epoch.fill_(run.epoch)
     run.epoch, run.step, run.values, run.latest = run.epoch + 1, 0, [], {}
+
+
+def _noise(run: Run, job: Job) -> AbstractContextManager[None]:
+    """Around a step: all that it draws comes from the members' generators.
+
+    Algorithms of this library draw by `core.draws`; those of `posteriors` by functions of torch, as a model may.
+    """
+    if isinstance(job.transform, Transform) or job.randomness.kind == "global":
+        return job.randomness.passing(run.generators, job.dropout_rate)
+    return pass_noise(run.generators, job.dropout_rate)
 
 
 def _batches(job: Job, run: Run) -> Iterator[Batch]:
