@@ -175,7 +175,7 @@ def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
     for batch in _batches(job, run):
         with _noise(run, job):
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
-        run.values.append(log_value(run.state))
+        run.values.append(log_value(run.state).clone())  # some algorithms overwrite it in the next step
         run.step, run.total = run.step + 1, run.total + 1
         if job.collect is not None and run.total in job.collect.steps:
             _keep_draw(run, job)
