@@ -10,6 +10,7 @@ and a target give a score (`bayesformer.evaluate`).
 
 from bayesformer import attention, likelihoods
 from bayesformer.core.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
+from bayesformer.core.types import Batch
 from bayesformer.data import Data, Stream
 from bayesformer.fitting import fit
 from bayesformer.laplace.method import laplace
@@ -41,10 +42,6 @@ from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
 from bayesformer.train.log_joint import log_joint
 from bayesformer.train.training import Training
-from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
-from bayesformer.priors.prior import Prior
-from bayesformer.train.loop import Training
-from bayesformer.core.types import Batch
 from bayesformer.version import __version__
 
 __all__ = [

@@ -266,11 +266,12 @@ class Posterior:
 
     def _plan(self, count: int, seed: int) -> DrawPlan:
         noisy = bool(self.noisy_draws)
-        attention = not noisy and count > 1 and self._has_families  # one draw alone is its mean attention
+        attention = not noisy and count > 1 and self.has_stochastic_attention  # one draw alone is its mean attention
         return DrawPlan(self.law, noisy, attention, seed, self.dropout_rate, self.held)
 
     @cached_property
-    def _has_families(self) -> bool:
+    def has_stochastic_attention(self) -> bool:
+        """Whether the prepared model draws attention weights."""
         with self.shells.borrow() as shell:
             return bool(families(shell.module))
 
@@ -284,7 +285,7 @@ class Posterior:
         one = inputs_to(data.first(1), self.device)
         key = ("numbers", *(tuple(x.shape[1:]) for x in leaves(one) if isinstance(x, Tensor)))
         if key not in self._known:
-            self._known[key] = sampler.one(0, one).numel()
+            self._known[key] = sampler.trial(one).numel()
         return max(1, min(size, PASS_NUMBERS // max(1, self._known[key])))
 
     def _batch_size(self, given: int | None) -> int:

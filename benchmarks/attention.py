@@ -20,7 +20,7 @@ from bayesformer.attention import (
     Contextual,
     DataDependent,
     Dirichlet,
-    Gaussian,
+    GaussianLogits,
     Lognormal,
     Softmax,
     Weibull,
@@ -46,8 +46,8 @@ def comparisons() -> Iterator[Comparison]:
     """All comparisons of this file."""
     softmax = passes(Softmax())
     ours: dict[str, tuple[Callable[..., Draw], float]] = {
-        "gaussian": (Gaussian(), 2.2),
-        "gaussian, data dependent": (Gaussian(DataDependent(0.1, 5)), 8.0),
+        "gaussian": (GaussianLogits(), 2.2),
+        "gaussian, data dependent": (GaussianLogits(DataDependent(0.1, 5)), 8.0),
         "lognormal": (Lognormal(), 2.2),
         "lognormal, contextual": (Lognormal(contextual=Contextual(D)), 2.4),
         "weibull": (Weibull(), 2.3),

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch.distributions import Gamma
 
-from bayesformer.attention import Attention, Family, Softmax, attention_kl, attention_mode, families, masked_softmax
+from bayesformer.attention import (
+    AttentionFamily,
+    MultiHeadAttention,
+    Softmax,
+    attention_kl,
+    attention_mode,
+    families,
+    masked_softmax,
+)
 from bayesformer.models.transformer import Encoder, Regressor, Tagger
 from tests.attention_zoo import EXTREME, FAMILIES, STOCHASTIC, B, H, S, T, d
 
@@ -109,7 +117,7 @@ def test_mean_mode_is_softmax_attention_bit_for_bit(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", {**STOCHASTIC, **EXTREME})
 def test_finite_values_and_gradients_at_extremes(name, dtype, scale):
-    """Rows of one key, rows of none, logits of ±100, the corners of every law's parameters."""
+    """CompressedRows of one key, rows of none, logits of ±100, the corners of every law's parameters."""
     family = {**STOCHASTIC, **EXTREME}[name]()
     for kind in ("causal", "rows without keys", "padding"):
         logits = (scale * torch.randn(B, H, T, S)).to(dtype).requires_grad_()
@@ -163,7 +171,7 @@ def test_causality_through_a_model(name):
             assert (grad[:, : t + 1] != 0).any()
 
 
-class Leaky(Family):
+class Leaky(AttentionFamily):
     """Dirichlet attention as the thesis describes it, by torch's Gamma: masked logits, no mask on what is drawn.
 
     At the sharpness it starts from, 1e-3, almost every Gamma draw underflows to the smallest number there is, for
@@ -192,19 +200,24 @@ def test_padding_adds_nothing_to_the_kl_of_a_model():
         model = Tagger(Encoder(dim=8, heads=2, depth=1, family=STOCHASTIC[name]), 11, 3)
         ids = torch.randint(11, (2, 7))
         valid = (torch.arange(7) < torch.tensor([7, 4])[:, None]).long()
-        _, padded = model.outputs_and_kl(ids, valid)
-        _, alone = model.outputs_and_kl(ids[1:, :4])
+        model(ids, valid)
+        padded = attention_kl(model)
+        model(ids[1:, :4])
+        alone = attention_kl(model)
         torch.testing.assert_close(padded[1:], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_adds_the_kl_of_its_blocks_and_keeps_it_on_record():
+def test_the_kl_of_a_model_is_that_of_its_blocks_in_the_latest_pass():
     model = Regressor(Encoder(dim=8, heads=2, depth=2, family=STOCHASTIC["weibull"]))
     x = torch.randn(B, T, 1)
-    outputs, kl = model.outputs_and_kl(x)
-    torch.testing.assert_close(attention_kl(model), kl)
-    assert len(families(model)) == 2
+    seen = []
+    for family in families(model):
+        family.register_forward_hook(lambda module, given, draw: seen.append(draw.kl))
+    outputs, kl = model(x), attention_kl(model)
+    assert len(seen) == len(families(model)) == 2
+    torch.testing.assert_close(seen[0] + seen[1], kl)
     (outputs.sum() + kl.sum()).backward()
-    copied = copy.deepcopy(model)  # its record has a graph, which cannot be copied
+    copied = copy.deepcopy(model)  # the KL has a graph, which cannot be copied
     with pytest.raises(ValueError, match="must be called before its KL is read"):
         attention_kl(copied)
     with pytest.raises(ValueError, match="must have stochastic attention; Linear has none"):
@@ -221,8 +234,8 @@ def test_dropout_of_weights_comes_after_the_draw():
 
 
 def test_attention_gives_keys_only_to_a_family_that_wants_them():
-    attention = Attention(8, H, STOCHASTIC["weibull contextual"]())
-    assert attention(torch.randn(B, T, 8), MASKS["all"]()[..., :T])[0].shape == (B, T, 8)
+    attention = MultiHeadAttention(8, H, STOCHASTIC["weibull contextual"]())
+    assert attention(torch.randn(B, T, 8), MASKS["all"]()[..., :T]).shape == (B, T, 8)
     with pytest.raises(ValueError, match="keys must be given to a family with a contextual prior; got None"):
         STOCHASTIC["weibull contextual"]()(torch.randn(B, H, T, S), MASKS["all"]())
-    assert Attention(8, H, Softmax())(torch.randn(B, T, 8), MASKS["all"]()[..., :T])[0].shape == (B, T, 8)
+    assert MultiHeadAttention(8, H, Softmax())(torch.randn(B, T, 8), MASKS["all"]()[..., :T]).shape == (B, T, 8)

@@ -8,9 +8,8 @@ from torch import nn
 from torch.func import functional_call, jvp, vmap
 from torch.nn import functional as F
 
-from bayesformer.attention import Attention, Linear, Softmax, masked_softmax
-from bayesformer.attention.core import Dropout
-from bayesformer.core.types import Draw
+from bayesformer.attention import AttentionFamily, Linear, MultiHeadAttention, Softmax, attention_kl, masked_softmax
+from bayesformer.attention.multi_head import Dropout
 from tests.laws import assert_law, assert_mean
 
 B, H, T, S, D = 3, 2, 5, 6, 8
@@ -79,7 +78,7 @@ def test_dropout_keeps_the_mean_of_the_weights_and_the_zeros():
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_attention_equals_the_attention_of_torch(heads, kind):
     mask = {"causal": causal(T), "padding": random_mask(B, 1, 1, T), "all": torch.ones(1, 1, 1, T).bool()}[kind]
-    ours, x = Attention(D, heads, Softmax()).double(), torch.randn(B, T, D, dtype=torch.float64)
+    ours, x = MultiHeadAttention(D, heads, Softmax()).double(), torch.randn(B, T, D, dtype=torch.float64)
     theirs = nn.MultiheadAttention(D, heads, batch_first=True, dtype=torch.float64)
     parts = [ours.query, ours.key, ours.value]
     with torch.no_grad():
@@ -88,7 +87,7 @@ def test_attention_equals_the_attention_of_torch(heads, kind):
         theirs.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
         theirs.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
         theirs.out_proj.load_state_dict(ours.out.state_dict())
-    out, _ = ours(x, mask)
+    out = ours(x, mask)
     hidden = ~mask.expand(B, heads, T, T).flatten(0, 1)
     torch.testing.assert_close(out, theirs(x, x, x, attn_mask=hidden)[0], atol=1e-12, rtol=0)
     q, k, v = (ours.split(part(x)) for part in parts)
@@ -97,30 +96,30 @@ def test_attention_equals_the_attention_of_torch(heads, kind):
 
 
 def test_attention_takes_weights_and_kl_from_its_family():
-    class First(nn.Module):
+    class First(AttentionFamily):
         """All weight on the first key, and a KL one can recognise."""
 
-        def forward(self, logits, mask):
+        def draw(self, logits, mask, keys):
             assert logits.shape == (B, H, T, T)
             assert mask.shape == (1, 1, T, T)
-            return Draw(F.one_hot(torch.zeros(B, H, T, dtype=torch.long), T).float(), torch.arange(B) + 1.0)
+            return F.one_hot(torch.zeros(B, H, T, dtype=torch.long), T).float(), torch.arange(B) + 1.0
 
-    attention, x = Attention(D, H, First()), torch.randn(B, T, D)
-    out, kl = attention(x, causal(T))
+    attention, x = MultiHeadAttention(D, H, First()), torch.randn(B, T, D)
+    out, kl = attention(x, causal(T)), attention_kl(attention)
     first = attention.out(attention.value(x[:, :1]))
     torch.testing.assert_close(out, first.expand(B, T, D))
     assert torch.equal(kl, torch.tensor([1.0, 2.0, 3.0]))
 
 
 def test_first_and_second_derivatives():
-    attention = Attention(2, 1, Softmax()).double()
+    attention = MultiHeadAttention(2, 1, Softmax()).double()
     x = torch.randn(1, 3, 2, dtype=torch.float64, requires_grad=True)
     mask = causal(3)
     mask[..., 0, 0] = False  # a row without keys
     names = [name for name, _ in attention.named_parameters()]
 
     def f(x, *values):
-        return functional_call(attention, dict(zip(names, values, strict=True)), (x, mask))[0]
+        return functional_call(attention, dict(zip(names, values, strict=True)), (x, mask))
 
     values = tuple(p.detach().requires_grad_() for p in attention.parameters())
     assert torch.autograd.gradcheck(f, (x, *values))
@@ -129,26 +128,25 @@ def test_first_and_second_derivatives():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first jvp
 def test_forward_derivative_equals_a_difference():
-    attention = Attention(D, H, Softmax()).double()
+    attention = MultiHeadAttention(D, H, Softmax()).double()
     x, v = torch.randn(2, B, T, D, dtype=torch.float64)
-    _, tangent = jvp(lambda x: attention(x, causal(T))[0], (x,), (v,))
+    _, tangent = jvp(lambda x: attention(x, causal(T)), (x,), (v,))
     h = 1e-5
-    difference = (attention(x + h * v, causal(T))[0] - attention(x - h * v, causal(T))[0]) / (2 * h)
+    difference = (attention(x + h * v, causal(T)) - attention(x - h * v, causal(T))) / (2 * h)
     torch.testing.assert_close(tangent, difference, atol=1e-7, rtol=1e-6)
 
 
 def test_vmap_over_parameters_equals_a_loop():
-    attention, x = Attention(D, H, Softmax()).double(), torch.randn(B, T, D, dtype=torch.float64)
+    attention, x = MultiHeadAttention(D, H, Softmax()).double(), torch.randn(B, T, D, dtype=torch.float64)
     many = {name: torch.randn(4, *p.shape, dtype=p.dtype) for name, p in attention.named_parameters()}
 
     def run(params):
         return functional_call(attention, params, (x, causal(T)))
 
-    out, kl = vmap(run)(many)
+    out = vmap(run)(many)
     for i in range(4):
-        one, _ = run({name: p[i] for name, p in many.items()})
+        one = run({name: p[i] for name, p in many.items()})
         torch.testing.assert_close(out[i], one, atol=1e-12, rtol=0)
-    assert torch.equal(kl, torch.zeros(4, B, dtype=torch.float64))
 
 
 def test_linear_starts_uniform_within_glorots_bound():
@@ -161,9 +159,9 @@ def test_linear_starts_uniform_within_glorots_bound():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Attention(10, 3, Softmax()), "dim must be a multiple of heads; got dim=10, heads=3."),
-        (lambda: Attention(10, 0, Softmax()), "heads must be at least 1; got 0."),
-        (lambda: Attention(-2, 1, Softmax()), "dim must be at least 1; got -2."),
+        (lambda: MultiHeadAttention(10, 3, Softmax()), "dim must be a multiple of heads; got dim=10, heads=3."),
+        (lambda: MultiHeadAttention(10, 0, Softmax()), "heads must be at least 1; got 0."),
+        (lambda: MultiHeadAttention(-2, 1, Softmax()), "dim must be at least 1; got -2."),
         (lambda: Softmax(dropout=1.0), r"dropout must lie in \[0, 1\); got 1.0."),
     ],
 )

@@ -2,17 +2,16 @@
 
 from functools import partial
 
-import numpy
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 
 import bayesformer as bf
 from bayesformer.attention import Softmax, Weibull, attention_kl, attention_mode
-from bayesformer.attention.noise import MANY, log_uniform, normal, streams
+from bayesformer.core.draws import drawing_from, log_uniform_like, normal_like
 from bayesformer.laws import Samples
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
-from bayesformer.network import FlatModel
 from bayesformer.posterior import Posterior
 from bayesformer.predict import sampled
 from tests.attention_zoo import STOCHASTIC
@@ -20,7 +19,8 @@ from tests.attention_zoo import STOCHASTIC
 
 def posterior(model, likelihood="gaussian"):
     kinds = {"gaussian": bf.Gaussian(), "categorical": bf.Categorical()}
-    return Posterior(model.eval(), kinds[likelihood], Samples(FlatModel(model).theta[None]), noisy_draws=5)
+    theta = parameters_to_vector(model.parameters()).detach()
+    return Posterior(model.eval(), kinds[likelihood], Samples(theta[None]), noisy_draws=5)
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -63,7 +63,7 @@ def test_other_noise_is_not_batched():
     """Dropout has no stream per draw: the two ways would give different draws, and that is seen."""
     for family in (partial(Softmax, dropout=0.5), STOCHASTIC["weibull"]):
         made = posterior(Regressor(Encoder(dim=8, heads=2, dropout=0.5, family=family)))
-        with pytest.raises(ValueError, match="every draw has a dropout stream of its own"):
+        with pytest.raises(ValueError, match="strategy 'batched' is not possible here"):
             made.outputs(torch.randn(3, 5, 1), strategy="batched")
 
 
@@ -78,26 +78,18 @@ def test_a_model_that_mixes_its_batch_is_not_batched():
         made.outputs(torch.randn(3, 5, 1), strategy="batched")
 
 
-def test_draws_per_pass_depend_on_the_size_of_a_batch(monkeypatch):
+def test_draws_per_pass_depend_on_the_size_of_a_batch():
     made = posterior(Regressor(Encoder(dim=8, heads=2, family=STOCHASTIC["weibull"])))
-    asked = []
-    original = sampled.PredictTask._together
-
-    def spy(self, members, chunks):
-        asked.append(len(members))
-        return original(self, members, chunks)
-
-    monkeypatch.setattr(sampled.PredictTask, "_together", spy)
-    made.outputs(torch.randn(64, 24, 1), 5, strategy="batched")
-    assert asked[-3:] == [2, 2, 1]  # 64 · 24 numbers per draw
-    made.outputs(torch.randn(1, 24, 1), 30, strategy="batched")
-    assert asked[-1] == 30
+    for examples, draws, expected in [(64, 5, 2), (1, 30, 170)]:  # 64 · 24 numbers per draw, and 24
+        few = torch.randn(examples, 24, 1)
+        with made.shells.borrow() as shell:
+            assert sampled.Sampler(shell, made._plan(draws, 0), draws, few, "batched").together == expected
 
 
 def test_a_stream_per_row_is_the_stream_of_that_row_alone():
     like = torch.empty(3, 4, 5)
-    for noise in (normal, log_uniform):
-        with streams([torch.Generator().manual_seed(i) for i in range(3)]):
+    for noise in (normal_like, log_uniform_like):
+        with drawing_from([torch.Generator().manual_seed(i) for i in range(3)]):
             rows = noise(like)
         for i, row in enumerate(rows):
             torch.manual_seed(i)
@@ -109,24 +101,9 @@ def test_log_uniform_is_never_zero_or_infinite(monkeypatch):
         half = torch.finfo(dtype).eps / 4
         for end in (half, 1 - 2 * half):
             monkeypatch.setattr(torch.Tensor, "uniform_", lambda x, low, high, generator=None, e=end: x.fill_(e))
-            value = log_uniform(torch.empty(2, dtype=dtype))
+            value = log_uniform_like(torch.empty(2, dtype=dtype))
             assert (value < 0).all()
             assert torch.isfinite(value.neg().log()).all()
-
-
-@pytest.mark.parametrize("bits", [0, 2**64 - 1])
-def test_log_uniform_is_never_zero_or_infinite_whatever_the_bits(bits, monkeypatch):
-    class Stuck:
-        def __init__(self, seed):
-            pass
-
-        def random_raw(self, count):
-            return numpy.full(count, bits, dtype=numpy.uint64)
-
-    monkeypatch.setattr(numpy.random, "SFC64", Stuck)
-    value = log_uniform(torch.empty(MANY))
-    assert (value < 0).all()
-    assert torch.isfinite(value.neg().log()).all()
 
 
 def test_prediction_does_not_compute_a_kl(monkeypatch):

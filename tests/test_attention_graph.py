@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import bayesformer as bf
-from bayesformer.attention import Edges, Gaussian, GraphAttention, Learned, RowNetwork, attention_mode, noise
-from bayesformer.attention.edges import Rows
-from bayesformer.attention.noise import normal
+from bayesformer.attention import Edges, GaussianLogits, GraphAttention, Learned, RowNetwork, attention_mode
+from bayesformer.attention.edges import CompressedRows
 from bayesformer.attention.score_functions import Gat
+from bayesformer.core import draws
+from bayesformer.core.draws import drawing_from, normal_like
 from bayesformer.core.types import Draw
 from bayesformer.datasets.graphs import Graph, compressed_rows
 from bayesformer.models import GraphAttentionNetwork
@@ -33,18 +34,18 @@ def mask_of(edges):
 def same_noise(monkeypatch):
     """Noise of an edge is that of its entry in the dense table."""
     e, tables = edges(), []
-    filled, asked = noise._filled, {"dense": 0, "edges": 0}
+    drawn, asked = draws.draw, {"dense": 0, "edges": 0}
 
-    def fill(like, how):
+    def draw(like, make, fill):
         kind = "edges" if like.shape[-2] == 1 else "dense"
         place = asked[kind]
         asked[kind] += 1
         if place == len(tables):
-            tables.append(filled(like.new_empty(*like.shape[:-2], N, N), how))
+            tables.append(drawn(like.new_empty(*like.shape[:-2], N, N), make, fill))
         table = tables[place]
         return (table[..., e.target, e.source].unsqueeze(-2) if kind == "edges" else table).clone()
 
-    monkeypatch.setattr(noise, "_filled", fill)
+    monkeypatch.setattr(draws, "draw", draw)
 
 
 def both(name, training, dtype=torch.float64):
@@ -84,7 +85,10 @@ def test_edges_are_dense_attention_under_the_mask_of_the_graph(name, training, s
 def test_a_layer_is_the_dense_product(name, same_noise):
     layer, e = GraphAttention(3, d, H, FAMILIES[name]()).double(), edges()
     x = torch.randn(1, N, 3, dtype=torch.float64)
-    out, kl = layer(x, e)
+    seen = []
+    layer.family.register_forward_hook(lambda module, given, draw: seen.append(draw.kl))
+    out = layer(x, e)
+    (kl,) = seen
     h = layer.project(x).unflatten(-1, (H, d)).transpose(1, 2)
     given = (h,) if getattr(layer.family, "wants_keys", False) else ()
     dense = layer.family(layer.score(h, h), mask_of(e), *given)
@@ -157,7 +161,7 @@ def test_the_numbers_of_an_edge_stand_together_from_the_scores_to_the_weights():
     """Else every gather is a copy and a slow walk: right, and several times slower."""
     e, h = edges(), torch.randn(1, H, N, d)
     logits = Gat(H, d).along(h, h, e)
-    for x in (logits, e.softmax(logits), Gaussian()(logits, e).weights, normal(logits)):
+    for x in (logits, e.softmax(logits), GaussianLogits()(logits, e).weights, normal_like(logits)):
         assert x.shape == (1, H, 1, len(e.source))
         assert x.stride()[1] == 1
         assert x.stride()[3] == H
@@ -168,7 +172,9 @@ def test_dropout_of_compressed_rows_is_dropout_of_the_features():
     rows = {k: v[0] for k, v in compressed_rows(x).items()}
     drop, means = torch.nn.Dropout(0.6), []
     for _ in range(4000):
-        kept = Rows(drop(rows["x"]), rows["columns"], rows["starts"]).times(torch.eye(50, dtype=torch.float64))
+        kept = CompressedRows(drop(rows["x"]), rows["columns"], rows["starts"]).times(
+            torch.eye(50, dtype=torch.float64)
+        )
         means.append(kept.sum(1))
     mean, var = torch.stack(means).mean(0), torch.stack(means).var(0)
     words = x.sum(1)  # each is 2.5 with probability .4: mean 1, variance 1.5
@@ -211,10 +217,10 @@ def test_rows_sum_to_one_and_an_isolated_node_gets_the_bias():
     e = edges()
     weights = e.softmax(torch.randn(B, H, 1, len(e.source)))
     torch.testing.assert_close(e.sum(weights), (torch.arange(N) != 5).float().expand(B, H, 1, N))
-    layer = GraphAttention(3, d, H, Gaussian())
+    layer = GraphAttention(3, d, H, GaussianLogits())
     with torch.no_grad():
         layer.bias.normal_()
-    out, _ = layer(torch.randn(1, N, 3), e)
+    out = layer(torch.randn(1, N, 3), e)
     assert torch.equal(out[0, 5], layer.bias)
     assert torch.autograd.gradcheck(e.log_softmax, torch.randn(2, 9).double().requires_grad_())
 
@@ -262,7 +268,8 @@ def test_twenty_thousand_nodes_cost_their_edges(name):
             return result
 
     with Watch():
-        out, kl = model.outputs_and_kl(torch.randn(nodes, 4), index)
+        out = model(torch.randn(nodes, 4), index)
+        kl = bf.attention.attention_kl(model)
     (out.square().mean() + kl.sum() / nodes).backward()
     assert out.shape == (nodes, d)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
@@ -274,7 +281,7 @@ def test_draws_made_together_are_the_draws_made_alone(family):
     model = bf.attention.install(GraphAttentionNetwork(3, 2, d, H, out_heads=H, dropout=0.0), family)
     x = torch.randn(1, N, 3)
     seeds = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
-    with torch.no_grad(), attention_mode(model, "draw", 2), noise.streams(seeds):
+    with torch.no_grad(), attention_mode(model, "draw", 2), drawing_from(seeds):
         together = model(x, EDGES[None])
     assert together.shape == (2, 1, N, 2)
     for seed, row in enumerate(together):
@@ -328,4 +335,4 @@ def test_errors_name_the_argument_the_rule_and_the_value():
         model(torch.stack([x, x]), torch.stack([EDGES, EDGES]))
     for spread in (Learned(0.1, H, length=8), RowNetwork(0.1, 8)):
         with pytest.raises(ValueError, match="length must be None on a graph.* got 8"):
-            GraphAttention(3, d, H, Gaussian(spread))(x[None], edges())
+            GraphAttention(3, d, H, GaussianLogits(spread))(x[None], edges())

@@ -10,9 +10,9 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer.attention import (
+    AttentionFamily,
     Contextual,
-    Family,
-    Gaussian,
+    GaussianLogits,
     Learned,
     Softmax,
     Weibull,
@@ -21,7 +21,7 @@ from bayesformer.attention import (
     install,
     uninstall,
 )
-from bayesformer.attention.noise import log_uniform
+from bayesformer.core.draws import log_uniform_like
 from bayesformer.layers import kl_divergence
 from bayesformer.models.transformer import Encoder, Regressor
 from tests.attention_models import MODELS, B, D, T, V, bert_config, gpt2_config, llama_config, padding, vit
@@ -78,11 +78,18 @@ def test_padded_queries_of_cross_attention_cost_nothing(name):
     x = torch.randn(B, T, D)
 
     def costs(mask):
+        crossed = []
+
+        def see(family, given, draw):
+            if family.forward_pass.is_cross:
+                crossed.append(draw.kl)
+
+        handles = [family.register_forward_hook(see) for family in families(model)]
         entry.run(model, x, mask)
-        sites = [site for site in model.modules() if hasattr(site, "attention_family")]
-        crossed = [site for site in sites if vars(site)["_attends_itself"] is False]
+        for handle in handles:
+            handle.remove()
         assert crossed
-        return torch.stack([site.attention_family.owed[-1] for site in crossed]).sum(0)
+        return torch.stack(crossed).sum(0)
 
     whole, padded = costs(torch.ones_like(mask)), costs(mask)
     entries = mask.sum(1).square() / mask.shape[1] ** 2  # queries by keys that are left
@@ -98,9 +105,9 @@ def test_a_padded_example_costs_what_it_costs_alone(name):
     model = installed(entry, Weibull(3.0, 0.5, 0.7))
     x = torch.randn(B, T, D)
     entry.run(model, x, mask)
-    first = families(model)[0].owed[0]  # of the first layer, which sees no draws
+    first = families(model)[0].forward_pass.kl_terms[0]  # of the first layer, which sees no draws
     entry.run(model, x[1:, :3], mask[1:, :3])
-    torch.testing.assert_close(families(model)[0].owed[0], first[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(families(model)[0].forward_pass.kl_terms[0], first[1:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["right", "left"])
@@ -159,7 +166,7 @@ def test_uninstall_gives_back_the_very_same_model(name):
 def test_own_models_go_there_and_back():
     model, x = Regressor(Encoder(dim=8, heads=2, depth=2, family=lambda: Softmax(0.1))).eval(), torch.randn(B, T, 1)
     before, state = model(x), set(model.state_dict())
-    assert install(model, Gaussian()) is model
+    assert install(model, GaussianLogits()) is model
     assert torch.equal(model(x), before)
     uninstall(model)
     assert torch.equal(model(x), before)
@@ -187,7 +194,7 @@ def test_weibull_attention_in_bert_is_the_formula():
     q, key, v = (part(x).view(B, T, 2, 4).transpose(1, 2) for part in (own.query, own.key, own.value))
     phi = q @ key.transpose(2, 3) / math.sqrt(4)
     torch.manual_seed(1)
-    noise = (-log_uniform(phi)).log()
+    noise = (-log_uniform_like(phi)).log()
     s = (phi + noise / k).exp() * mask[:, None, None, :]
     expected = (s / s.sum(-1, keepdim=True) @ v).transpose(1, 2).reshape(B, T, D)
     valid = mask == 1
@@ -218,7 +225,7 @@ def test_the_kl_of_a_model_is_the_sum_over_its_layers():
     assert (bf.kl_divergence(model) > 0).all()
 
 
-def test_shared_layers_owe_for_every_call():
+def test_the_kl_of_shared_layers_is_that_of_every_call():
     config = transformers.AlbertConfig(
         vocab_size=V, embedding_size=4, hidden_size=D, num_hidden_layers=3, num_attention_heads=2, intermediate_size=12
     )
@@ -226,8 +233,8 @@ def test_shared_layers_owe_for_every_call():
     (family,) = families(model)
     for call in (model, model.forward, model.forward, model):  # PEFT may call `forward`, which passes hooks by
         call(torch.randint(V, (B, T)))
-        assert len(family.owed) == 3
-        torch.testing.assert_close(bf.kl_divergence(model), sum(family.owed))
+        assert len(family.forward_pass.kl_terms) == 3
+        torch.testing.assert_close(bf.kl_divergence(model), sum(family.forward_pass.kl_terms))
 
 
 def test_random_weights_and_attention_share_one_bound():
@@ -309,12 +316,12 @@ def test_some_layers_by_name():
 
 
 def test_a_template_is_copied_for_each_layer():
-    template = Gaussian(Learned(0.3, 2))
+    template = GaussianLogits(Learned(0.3, 2))
     model = installed(MODELS["bert"], template)
     mine = [f.spread.rho for f in families(model)]
     assert len({id(rho) for rho in [*mine, template.spread.rho]}) == 3
     with pytest.raises(ValueError, match="heads of a learned spread must be 1 or those of the model; got 3, and the"):
-        install(MODELS["bert"].build(), Gaussian(Learned(0.3, 3)))
+        install(MODELS["bert"].build(), GaussianLogits(Learned(0.3, 3)))
 
 
 class Unknown(nn.MultiheadAttention):
@@ -324,8 +331,8 @@ class Unknown(nn.MultiheadAttention):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: install(nn.Linear(2, 2)), "or Attention of bayesformer; Linear has none"),
-        (lambda: install(Unknown(4, 2)), "Attention of bayesformer; Unknown has none"),
+        (lambda: install(nn.Linear(2, 2)), "or MultiHeadAttention of bayesformer; Linear has none"),
+        (lambda: install(Unknown(4, 2)), "MultiHeadAttention of bayesformer; Unknown has none"),
         (lambda: uninstall(nn.Linear(2, 2)), "stochastic attention that was installed; Linear has none"),
         (
             lambda: install(install(MODELS["bert"].build())),
@@ -351,11 +358,6 @@ def test_what_would_pass_families_by_is_an_error():
         RuntimeError, match="must stay 'bayesformer' while stochastic attention is installed; got 'eager'"
     ):
         model(ids)
-    gemma = transformers.Gemma2Config(
-        vocab_size=V, num_key_value_heads=1, head_dim=4, max_position_embeddings=16, **SIZES
-    )
-    with pytest.raises(ValueError, match="softcap must be left out with stochastic attention; Gemma2Attention uses it"):
-        install(transformers.Gemma2Model(gemma), Weibull())(ids)
 
 
 SIZES = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
@@ -378,7 +380,7 @@ def test_a_mask_must_be_registered_with_the_function():
         model._forward_pre_hooks.update(hooks)
 
 
-class Leaky(Family):
+class Leaky(AttentionFamily):
     """Forgets the mask."""
 
     def draw(self, logits, mask, keys):

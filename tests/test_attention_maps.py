@@ -8,10 +8,10 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer.attention import Dirichlet, Learned, attention_maps, attention_mode, install
-from bayesformer.attention.maps import picture
+from bayesformer.attention.attention_maps import picture
 from bayesformer.cli import main
 from bayesformer.models.transformer import Encoder, Regressor
-from bayesformer.study import maps as study
+from bayesformer.study import map_study as study
 
 
 def regressor(depth=2, heads=2):

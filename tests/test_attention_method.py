@@ -10,13 +10,13 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer import evaluate
-from bayesformer.attention import FAMILIES, Attention, Softmax, Weibull, build_family, families, install
+from bayesformer.attention import FAMILIES, MultiHeadAttention, Softmax, Weibull, build_family, families, install
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.errors import OracleBeatenError
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
 from bayesformer.methods import METHODS, Problem, build_method, wrap
-from bayesformer.methods.attention import STEPS, Cost
+from bayesformer.methods.stochastic_attention import STEPS, Cost
 from bayesformer.models.transformer import Encoder, Regressor
 from bayesformer.network import FlatLogJoint, FlatModel, reinitialise
 from bayesformer.train.loop import Training
@@ -60,7 +60,7 @@ def test_a_layer_that_is_called_twice_owes_twice():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.attention = Attention(4, 2, Softmax())
+            self.attention = MultiHeadAttention(4, 2, Softmax())
 
         def forward(self, x):
             mask = torch.ones(1, 1, 1, x.shape[1], dtype=torch.bool)
@@ -183,9 +183,9 @@ def test_no_family_beats_the_oracle(name):
         ({"family": "dirichlet", "prior_location": 1.0}, "prior_location must be left out for dirichlet attention"),
         ({"prior": "contextual", "prior_location": 1.0}, "prior_location must be left out with a contextual prior"),
         ({"spread": -1.0}, "k must be positive and finite; got -1.0"),
-        ({"rho": 0.0}, "attention.rho is out of range; got 0.0"),
-        ({"draws": -1}, "attention.draws is out of range; got -1"),
-        ({"annealing": "cosine"}, "attention.annealing is out of range; got cosine"),
+        ({"rho": 0.0}, "attention.rho must be a number greater than 0; got 0.0"),
+        ({"draws": -1}, "attention.draws must be a whole number of at least 0; got -1"),
+        ({"annealing": "cosine"}, "attention.annealing must be one of 'none', 'linear', 'sigmoid'; got 'cosine'"),
     ],
 )
 def test_errors_name_argument_rule_and_value(settings, message):

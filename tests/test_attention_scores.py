@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.attention import Additive, Attention, Gat, ScaledDot, Softmax, Weibull
+from bayesformer.attention import Additive, Gat, MultiHeadAttention, ScaledDot, Softmax, Weibull, attention_kl
 
 B, H, T, S, d = 2, 3, 4, 5, 6
 ALL = torch.ones(1, 1, 1, S, dtype=torch.bool)
@@ -35,14 +35,14 @@ def test_a_score_equals_its_formula_entry_by_entry(name):
 
 @pytest.mark.parametrize("name", SCORES)
 def test_attention_takes_any_score_and_any_family(name):
-    attention = Attention(H * d, H, Weibull(), score=SCORES[name]())
-    out, kl = attention(torch.randn(B, S, H * d), ALL)
-    (out.sum() + kl.sum()).backward()
+    attention = MultiHeadAttention(H * d, H, Weibull(), score=SCORES[name]())
+    out = attention(torch.randn(B, S, H * d), ALL)
+    (out.sum() + attention_kl(attention).sum()).backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in attention.score.parameters())
 
 
 def test_cross_attention_equals_torchs():
-    ours = Attention(6, 3, Softmax(), context_dim=8)
+    ours = MultiHeadAttention(6, 3, Softmax(), context_dim=8)
     theirs = nn.MultiheadAttention(6, 3, batch_first=True, kdim=8, vdim=8)
     with torch.no_grad():
         for name, part in {"q": ours.query, "k": ours.key, "v": ours.value}.items():
@@ -52,13 +52,13 @@ def test_cross_attention_equals_torchs():
     x, context = torch.randn(B, T, 6), torch.randn(B, S, 8)
     mask = torch.rand(B, 1, 1, S) < 0.7
     mask[..., 0] = True
-    out, _ = ours(x, mask, context)
+    out = ours(x, mask, context)
     torch.testing.assert_close(out, theirs(x, context, context, key_padding_mask=~mask[:, 0, 0])[0])
 
 
 def test_attention_to_itself_is_cross_attention_to_itself():
-    attention, x = Attention(6, 3, Softmax()), torch.randn(B, S, 6)
-    assert torch.equal(attention(x, ALL)[0], attention(x, ALL, x)[0])
+    attention, x = MultiHeadAttention(6, 3, Softmax()), torch.randn(B, S, 6)
+    assert torch.equal(attention(x, ALL), attention(x, ALL, x))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_attention_to_itself_is_cross_attention_to_itself():
     [
         (lambda: Additive(0, 3), "heads must be at least 1; got 0"),
         (lambda: Gat(1, 0), "width must be at least 1; got 0"),
-        (lambda: Attention(4, 2, Softmax(), context_dim=0), "context_dim must be at least 1; got 0"),
+        (lambda: MultiHeadAttention(4, 2, Softmax(), context_dim=0), "context_dim must be at least 1; got 0"),
     ],
 )
 def test_errors_name_argument_rule_and_value(build, message):

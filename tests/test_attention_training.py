@@ -22,10 +22,12 @@ def gradients(model, ids, mask):
     torch.manual_seed(1)
     logits = model(input_ids=ids, attention_mask=mask).logits
     kl = bf.kl_divergence(model)
-    records = [family.owed for family in families(model)]
+    terms = families(model)[0].forward_pass.kl_terms
+    count = len(terms)
     (logits.square().sum() + kl.sum()).backward()
-    # What a checkpoint computes anew is not put on record again.
-    assert all(family.owed is record for family, record in zip(families(model), records, strict=True))
+    # What a checkpoint computes anew is not recorded again.
+    assert families(model)[0].forward_pass.kl_terms is terms
+    assert len(terms) == count
     return kl.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -44,7 +46,7 @@ def test_checkpointing_keeps_the_kl_and_its_gradient():
     with pytest.raises(RuntimeError, match="Checkpointing must have use_reentrant=False; got the re-entrant one"):
         model(input_ids=ids, attention_mask=mask)
     model.eval()(input_ids=ids, attention_mask=mask)  # an error leaves nothing behind
-    assert all(family.depth == 0 for family in families(model))
+    assert families(model)[0].forward_pass.outermost is None
 
 
 def test_autocast():
@@ -86,8 +88,9 @@ def test_peft(order):
         model = peft.get_peft_model(install(model, "weibull", prior="contextual"), config).train()
     for _ in range(2):  # a new pass starts anew
         kl, grads = gradients(model, ids, mask)
-        torch.testing.assert_close(kl, sum(f.owed[0] for f in families(model)).detach())
-        assert all(len(f.owed) == 1 for f in families(model))
+        terms = families(model)[0].forward_pass.kl_terms
+        assert len(terms) == len(families(model)) == 2
+        torch.testing.assert_close(kl, sum(terms).detach())
     assert all(grad.abs().sum() > 0 for name, grad in grads.items() if "lora" in name and "layer.0" in name)
     assert any("contextual" in name for name in grads) == (order == "peft first")
     model.eval()
@@ -152,7 +155,7 @@ def test_fit_takes_a_model_of_transformers(tmp_path):
     assert not families(model)  # the model given is not changed
     assert model.config._attn_implementation != "bayesformer"
     posterior.save(tmp_path)
-    loaded = bf.Posterior.load(tmp_path, method.wrap(model))
+    loaded = bf.Posterior.load(tmp_path, model)
     assert torch.equal(loaded.outputs(inputs).values, posterior.outputs(inputs).values)
 
 

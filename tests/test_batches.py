@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from bayesformer.data import Batches, Data, InMemory, Stream, as_batches
 from bayesformer.core.seeds import generator
+from bayesformer.data import Batches, Data, InMemory, Stream, as_batches
 from tests.data_forms import INDEXED, LOADERS, STREAMS, Iterated, N, Pairs, X, Y, rows
 from tests.laws import assert_mean
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from bayesformer.data import Data, Stream, as_batches, as_data
 from bayesformer.core.types import Batch
+from bayesformer.data import Data, Stream, as_batches, as_data
 from tests.data_forms import INDEXED, LOADERS, N, Pairs, Table, X, Y
 
 RAGGED = [{"input_ids": [5] * length, "labels": length % 2} for length in (3, 1, 4, 1, 5)]

@@ -8,10 +8,10 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer import evaluate
+from bayesformer.core.types import Batch, Draws
 from bayesformer.laplace import estimate
 from bayesformer.likelihoods import Categorical, NextToken
 from bayesformer.likelihoods.language import decoder_inputs, is_causal_language_model, resolve, unwrapped
-from bayesformer.core.types import Batch, Draws
 from tests.curvature_zoo import ggn
 
 transformers = pytest.importorskip("transformers")

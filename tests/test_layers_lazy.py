@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
 
+from bayesformer.core import draws
 from bayesformer.layers import convert
 from bayesformer.layers.lazy import Lazy
 from tests.laws import assert_mean
@@ -101,8 +102,8 @@ def test_what_gets_past_the_function_hook_is_drawn_too():
 def test_layers_that_draw_outputs_draw_no_weights(drawn, monkeypatch):
     """Not one number of the noise is spent on the weights of such layers."""
     shapes = []
-    randn_like = torch.randn_like
-    monkeypatch.setattr(torch, "randn_like", lambda x, **kwargs: shapes.append(x.shape) or randn_like(x, **kwargs))
+    draw = draws.draw
+    monkeypatch.setattr(draws, "draw", lambda like, *how: shapes.append(like.shape) or draw(like, *how))
     model = convert(nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 2), nn.LayerNorm(2)), local=not drawn)
     model(torch.tensor([3, 7, 7]))
     rows = [(3, 4), (3, 2), (2,), (2,)]

@@ -10,6 +10,7 @@ from torch import distributions as D
 from torch.nn import functional as F
 
 import bayesformer as bf
+from bayesformer.core.types import Draws, GaussianOutputs
 from bayesformer.laplace import estimate
 from bayesformer.likelihoods import (
     Bernoulli,
@@ -22,9 +23,8 @@ from bayesformer.likelihoods import (
     to_json,
 )
 from bayesformer.likelihoods.fisher import SUPPORT
-from bayesformer.likelihoods.registry import LIKELIHOODS
 from bayesformer.likelihoods.predictive import CategoricalPredictive, PoissonPredictive
-from bayesformer.core.types import Draws, GaussianOutputs
+from bayesformer.likelihoods.registry import LIKELIHOODS
 from tests.laws import assert_mean
 
 F64 = torch.float64

@@ -9,10 +9,10 @@ from bayesformer.core import strategy
 from bayesformer.core.strategy import choose, largest_tensor, run_members
 from bayesformer.core.workers import Workers
 from bayesformer.likelihoods import Categorical
-from bayesformer.train.members import TrainTask
 from bayesformer.models.transformer import Encoder, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.train.loop import Training
+from bayesformer.train.members import TrainTask
 from tests.nets import Mlp, blobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -140,6 +140,33 @@ def test_scores_are_those_of_the_network_without_dropout():
     torch.testing.assert_close(found, expected.detach().double()[None], atol=1e-6, rtol=1e-6)
 
 
+def test_a_rate_for_all_dropout_does_not_reach_scores():
+    """Fused attention does not know the mode of its module: a rate given to a pass would drop in evaluation, too."""
+
+    class Attends(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            q = self.q(x)[:, None, None]
+            keys = torch.cat([q, -q, 2 * q], 2)
+            rate = 0.1 if self.training else 0.0
+            return self.head(torch.nn.functional.scaled_dot_product_attention(q, keys, keys, dropout_p=rate)[:, 0, 0])
+
+    torch.manual_seed(0)
+    model, held_out = Attends(), blobs(40, seed=1)
+    posterior = bf.fit(
+        model, blobs(60), likelihood="categorical", method=bf.MCDropout(0.5), training=SHORT, validation=held_out
+    )
+    assert posterior.dropout_rate == 0.5
+    prototype = Prototype(Problem(model, Categorical(), blobs(60), held_out, SHORT), dropout_rate=0.5)
+    trained = train(Stage(prototype, "mc_dropout", SHORT, validation=prototype.validation).job([0]))
+    torch.nn.utils.vector_to_parameters(trained.theta[0], model.parameters())
+    expected = -torch.nn.functional.cross_entropy(model.eval()(held_out.inputs), held_out.targets).item()
+    assert trained.best_score.item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_patience_stops_early():
     trained = train(job(Training(epochs=200, batch_size=16, lr=0.5, warmup=1, patience=3)))
     assert len(trained.history) == trained.best_epoch.item() + 4 < 200

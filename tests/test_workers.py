@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from bayesformer.core import serving, workers
+from bayesformer.core.errors import WorkerDiedError
 from bayesformer.core.transfer import mapped_file, pack, pack_result, unpack
 from bayesformer.core.workers import Failure, Workers, run_in_processes
-from bayesformer.core.errors import WorkerDiedError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint8]
 

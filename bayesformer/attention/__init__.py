@@ -1,25 +1,29 @@
 """Attention and the laws its weights may follow."""
 
+from bayesformer.attention.attention_maps import AttentionMap, MapRecorder, attention_maps
 from bayesformer.attention.build import FAMILIES, build_family
 from bayesformer.attention.contextual import Contextual
-from bayesformer.attention.core import Attention, Linear, Softmax, masked_softmax
-from bayesformer.attention.describe import describe_families, install_described
+from bayesformer.attention.describe import describe_families, install_described, register_family
 from bayesformer.attention.dirichlet import Dirichlet
 from bayesformer.attention.edges import Edges
-from bayesformer.attention.family import Family, attention_kl, attention_mode, families
-from bayesformer.attention.gaussian_logits import Gaussian
-from bayesformer.attention.graph import GraphAttention
+from bayesformer.attention.family import AttentionFamily, attention_kl, attention_mode, families
+from bayesformer.attention.gaussian_logits import GaussianLogits
+from bayesformer.attention.graph_attention import GraphAttention
 from bayesformer.attention.install import install, uninstall
 from bayesformer.attention.lognormal import Lognormal
-from bayesformer.attention.maps import AttentionMap, MapRecorder, attention_maps
+from bayesformer.attention.multi_head import Linear, MultiHeadAttention, Softmax, masked_softmax
 from bayesformer.attention.score_functions import Additive, Gat, ScaledDot
 from bayesformer.attention.spread import DataDependent, Learned, RowNetwork
 from bayesformer.attention.weibull import Weibull
+
+# Names of version 0.1.
+Attention, Family, Gaussian = MultiHeadAttention, AttentionFamily, GaussianLogits
 
 __all__ = [
     "FAMILIES",
     "Additive",
     "Attention",
+    "AttentionFamily",
     "AttentionMap",
     "Contextual",
     "DataDependent",
@@ -28,11 +32,13 @@ __all__ = [
     "Family",
     "Gat",
     "Gaussian",
+    "GaussianLogits",
     "GraphAttention",
     "Learned",
     "Linear",
     "Lognormal",
     "MapRecorder",
+    "MultiHeadAttention",
     "RowNetwork",
     "ScaledDot",
     "Softmax",
@@ -41,8 +47,11 @@ __all__ = [
     "attention_maps",
     "attention_mode",
     "build_family",
+    "describe_families",
     "families",
     "install",
+    "install_described",
     "masked_softmax",
+    "register_family",
     "uninstall",
 ]

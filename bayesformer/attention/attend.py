@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from bayesformer.attention.core import masked_softmax
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import AttentionFamily
+from bayesformer.attention.multi_head import masked_softmax
+from bayesformer.core import draws
 
 
 def attend(
-    family: Family | None,
+    family: AttentionFamily | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -50,7 +50,7 @@ def attend(
         if valid is not None and family.draws_now:
             allowed = allowed & valid
         weights = family(logits, allowed, k).weights
-    weights = F.dropout(weights.to(v.dtype), dropout)
+    weights = draws.dropout(weights.to(v.dtype), draws.dropout_rate(dropout))
     return weights @ v, weights
 
 

@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias
 
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.dirichlet import Dirichlet, Divergence, Gradient
-from bayesformer.attention.family import Family
-from bayesformer.attention.gaussian_logits import Gaussian
+from bayesformer.attention.family import AttentionFamily
+from bayesformer.attention.gaussian_logits import GaussianLogits
 from bayesformer.attention.lognormal import Lognormal
-from bayesformer.attention.spread import DataDependent, Learned, RowNetwork, Spread
+from bayesformer.attention.spread import DataDependent, Learned, LogitSpread, RowNetwork
 from bayesformer.attention.weibull import Weibull
 from bayesformer.core.errors import unknown_name
 
@@ -19,7 +19,7 @@ PriorKind: TypeAlias = Literal["fixed", "symmetric", "contextual"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class FamilyDefaults:
     """What the words of a setting mean for a family, where they are not given, and which it understands."""
 
     spread: float
@@ -29,13 +29,13 @@ class Choice:
     learns: bool  # whether its spread can be learned
 
 
-CHOICES: Mapping[str, Choice] = {
-    "gaussian": Choice(0.1, 0.1, None, ("fixed",), True),
-    "dirichlet": Choice(10.0, 10.0, None, ("fixed", "symmetric"), True),
-    "weibull": Choice(10.0, 1e-4, 1e-4, ("fixed", "contextual"), False),
-    "lognormal": Choice(0.1, 1.0, 0.0, ("fixed", "contextual"), False),
+DEFAULTS: Mapping[str, FamilyDefaults] = {
+    "gaussian": FamilyDefaults(0.1, 0.1, None, ("fixed",), True),
+    "dirichlet": FamilyDefaults(10.0, 10.0, None, ("fixed", "symmetric"), True),
+    "weibull": FamilyDefaults(10.0, 1e-4, 1e-4, ("fixed", "contextual"), False),
+    "lognormal": FamilyDefaults(0.1, 1.0, 0.0, ("fixed", "contextual"), False),
 }
-FAMILIES = tuple(CHOICES)
+FAMILIES = tuple(DEFAULTS)
 
 
 def build_family(
@@ -53,7 +53,7 @@ def build_family(
     gradient: Gradient = "implicit",
     divergence: Divergence = "dirichlet",
     dropout: float = 0.0,
-) -> Family:
+) -> AttentionFamily:
     """A family by name, for attention with `heads` heads of `width`.
 
     Args:
@@ -73,15 +73,15 @@ def build_family(
         divergence: of dirichlet, from its prior.
         dropout: of weights, after they are drawn.
     """
-    if name not in CHOICES:
-        raise unknown_name("family", name, CHOICES)
-    choice = CHOICES[name]
+    if name not in DEFAULTS:
+        raise unknown_name("family", name, DEFAULTS)
+    choice = DEFAULTS[name]
     _check_fits(name, choice, prior, data_dependent, length, prior_location)
     start = choice.spread if spread is None else spread
     scale = choice.prior_scale if prior_scale is None else prior_scale
     location = choice.prior_location if prior_location is None else prior_location
     if name == "gaussian":
-        return Gaussian(_spread(start, heads, data_dependent, length, hidden, False), scale, dropout)
+        return GaussianLogits(_spread(start, heads, data_dependent, length, hidden, False), scale, dropout)
     if name == "dirichlet":
         sharpness = _spread(start, heads, data_dependent, length, hidden, True)
         return Dirichlet(sharpness, scale, prior == "symmetric", gradient, divergence, dropout)
@@ -92,7 +92,9 @@ def build_family(
     return Lognormal(start, location, scale, context, dropout)
 
 
-def _spread(start: float, heads: int, data_dependent: bool, length: int | None, hidden: int, per_row: bool) -> Spread:
+def _spread(
+    start: float, heads: int, data_dependent: bool, length: int | None, hidden: int, per_row: bool
+) -> LogitSpread:
     if not data_dependent:
         return Learned(start, heads, length, per_row)
     if length is None:
@@ -101,7 +103,7 @@ def _spread(start: float, heads: int, data_dependent: bool, length: int | None, 
 
 
 def _check_fits(
-    name: str, choice: Choice, prior: str, data_dependent: bool, length: int | None, location: float | None
+    name: str, choice: FamilyDefaults, prior: str, data_dependent: bool, length: int | None, location: float | None
 ) -> None:
     if prior not in choice.priors:
         raise unknown_name(f"prior of {name} attention", prior, choice.priors)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.core import Linear
 from bayesformer.attention.edges import Edges, Visible
+from bayesformer.attention.multi_head import Linear
 from bayesformer.attention.ranges import check_positive
 from bayesformer.attention.rows import masked_log_softmax
 
@@ -26,6 +26,7 @@ class Contextual(nn.Module):
     def __init__(self, width: int, hidden: int = 5) -> None:
         super().__init__()
         check_positive(width=width, hidden=hidden)
+        self.width, self.hidden = width, hidden
         self.inner, self.outer = Linear(width, hidden), Linear(hidden, 1)
 
     def forward(self, keys: Tensor | None, mask: Visible) -> Tensor:

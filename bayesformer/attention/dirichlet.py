@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bayesformer.attention.edges import Edges, Visible
-from bayesformer.attention.family import Drawn, Family
+from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
 from bayesformer.attention.rows import (
     Hidden,
@@ -27,8 +27,8 @@ from bayesformer.attention.rows import (
     row_softmax_,
     softmax_backward,
 )
-from bayesformer.attention.special import IMPLICIT, LEAST, SURROGATE, Sampler, gamma_ratio, gammas_and_trigamma
-from bayesformer.attention.spread import Learned, Spread
+from bayesformer.attention.special import IMPLICIT, LEAST, SURROGATE, GammaSampler, gamma_ratio, gammas_and_trigamma
+from bayesformer.attention.spread import Learned, LogitSpread
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.vectors import transformed
 
@@ -37,17 +37,17 @@ Divergence: TypeAlias = Literal["dirichlet", "gamma"]
 SAMPLERS = {"implicit": IMPLICIT, "surrogate": SURROGATE}
 
 
-class Dirichlet(Family):
+class Dirichlet(AttentionFamily):
     """Dirichlet weights against Dir(a₀ m_i), centred on the same mean, or against a symmetric Dirichlet.
 
         w = X / Σ X,   X_j ~ Gamma(α_j),   α = a m
 
-    in logarithms throughout: at the sharpness the thesis starts from, 10⁻³, X itself underflows, and a row of
-    zeros, or of the smallest number, is uniform over all keys, hidden ones included. Such rows are how the future
-    reached its results. a → ∞ is softmax attention.
+    in logarithms throughout: at the sharpness that Cinquin et al. (2021) start from, 10⁻³, X itself underflows, and a
+    row of zeros, or of the smallest number, is uniform over all keys, hidden ones included: through such rows a causal
+    model sees the future. a → ∞ is softmax attention.
 
-    The KL is that of the Dirichlets, or the thesis's, of the Gammas before they are divided by their sum, which
-    exceeds it by the KL of that sum, Gamma(a) against Gamma(a₀):
+    The KL is that of the Dirichlets; or, as in Cinquin et al. (2021), that of the Gammas before they are divided by
+    their sum, which exceeds it by the KL of that sum, Gamma(a) against Gamma(a₀):
 
         Σ_j [log Γ(α⁰_j) - log Γ(α_j) + (α_j - α⁰_j) ψ(α_j)]
 
@@ -56,13 +56,13 @@ class Dirichlet(Family):
         prior_sharpness: a₀; with `symmetric`, the one parameter of the Dirichlet.
         symmetric: whether the prior ignores the logits.
         gradient: "implicit", of exact draws, or "surrogate", an approximate inverse CDF, for α below 1.
-        divergence: "dirichlet", of the weights, or "gamma", of the thesis.
+        divergence: "dirichlet", of the weights, or "gamma", of the Gammas.
         dropout: of weights, after they are drawn.
     """
 
     def __init__(
         self,
-        spread: Spread | None = None,
+        spread: LogitSpread | None = None,
         prior_sharpness: float = 10.0,
         symmetric: bool = False,
         gradient: Gradient = "implicit",
@@ -139,7 +139,7 @@ def _log_alpha(logits: Tensor, a: Tensor, hidden: Hidden) -> Tensor:
     return hide(masked_log_softmax(logits, hidden) + a.log(), hidden, -math.inf)
 
 
-def drawn(sampler: Sampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
+def drawn(sampler: GammaSampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
     """Weights, and with a₀ what their KL owes to α: (B,), see `_centred`."""
     found: Drawn = _Gammas.apply(sampler, logits, a, a0, hidden)
     return found
@@ -153,7 +153,7 @@ class _Gammas(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, sampler: Sampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
+    def forward(ctx: Any, sampler: GammaSampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
         means = row_softmax(logits, hidden)
         alpha = means * a
         noise = sampler.noise(alpha)
@@ -186,7 +186,7 @@ class _Gammas(Function):
         return None, by_logits, by_log_a / a, None, None
 
 
-def drawn_plainly(sampler: Sampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
+def drawn_plainly(sampler: GammaSampler, logits: Tensor, a: Tensor, a0: float | None, hidden: Hidden) -> Drawn:
     """The same in single operations, for torch.func."""
     log_alpha = _log_alpha(logits, a, hidden)
 
@@ -201,7 +201,7 @@ def drawn_plainly(sampler: Sampler, logits: Tensor, a: Tensor, a0: float | None,
     return row_softmax(known(log_x, log_alpha), hidden), None if a0 is None else known(varying, log_alpha, a0 / a)
 
 
-def _draw_and_kl(sampler: Sampler, alpha: Tensor, r: Tensor, *noise: Tensor) -> tuple[Tensor, ...]:
+def _draw_and_kl(sampler: GammaSampler, alpha: Tensor, r: Tensor, *noise: Tensor) -> tuple[Tensor, ...]:
     return *sampler.log_x(alpha, *noise), *_centred(alpha, r)
 
 

@@ -178,7 +178,7 @@ def _pieces(edges: Edges, weights: Tensor, values: Tensor) -> Iterator[tuple[Ten
 SPARSE = 0.03  # the share of entries above which a dense product is faster
 
 
-class Rows(NamedTuple):
+class CompressedRows(NamedTuple):
     """Features of the nodes of one graph as compressed rows: those that are not 0.
 
     What zeros cost is not paid: neither by the product with a weight, nor by dropout, which leaves a 0 at 0.
@@ -210,7 +210,7 @@ class _DenseTimes(torch.autograd.Function):
     """Rows written out a block at a time, into the same memory: all of them would be new memory in every pass."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Rows, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: CompressedRows, weight: Tensor) -> Tensor:
         ctx.rows = rows
         ctx.save_for_backward(weight)
         out = weight.new_empty(len(rows.starts) - 1, len(weight))
@@ -228,7 +228,7 @@ class _DenseTimes(torch.autograd.Function):
         return None, by_weight
 
 
-def _blocks(rows: Rows, features: int) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(rows: CompressedRows, features: int) -> Iterator[tuple[slice, Tensor]]:
     """Some nodes, and their features (·, F)."""
     nodes = len(rows.starts) - 1
     size = max(1, min(nodes, BLOCK // features)) if rows.values.device.type == "cpu" else max(1, nodes)

@@ -1,4 +1,4 @@
-"""What every stochastic family of attention shares: its modes, its KL on record, its numbers in full precision.
+"""What every stochastic family of attention shares: its modes, its KL in the record of the pass, full precision.
 
 A family is a law of attention weights given logits, `family(logits, mask) -> Draw(weights, kl)`; one whose prior
 is read off the keys, `wants_keys`, is called as `family(logits, mask, keys)` with keys (B, H, S, d). It knows no
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from bayesformer.attention.core import Dropout, masked_softmax
 from bayesformer.attention.edges import Visible
+from bayesformer.attention.forward_pass import ForwardPass
+from bayesformer.attention.multi_head import Dropout, masked_softmax
 from bayesformer.attention.ranges import check_rate
 from bayesformer.core.types import Draw
 
@@ -27,12 +28,15 @@ Drawn: TypeAlias = tuple[Tensor, Tensor | None]
 """Weights and the KL of each example, (B,). None while a family does not `count`: prediction has no use for it."""
 
 
-class Family(nn.Module):
+class AttentionFamily(nn.Module):
     """A law of attention weights. Subclasses say how to `draw`; weights are drawn in training mode.
 
     In evaluation mode it is softmax attention, the law without its noise ("mean mode"). `mode` overrides that
     either way. `draws` asks for several draws at once: the first family of a model to be asked spreads its logits
     (B, H, T, S) over a new leading axis, and everything before it was computed once.
+
+    A class of one's own keeps its constructor's arguments as attributes of the same names, so that a saved posterior
+    can describe it, and is made known by `register_family`.
     """
 
     wants_keys: bool = False
@@ -40,16 +44,12 @@ class Family(nn.Module):
     draws: int | None = None
     counts: bool = True
     """whether the KL of draws is computed"""
-    depth: int = 0
-    """how many models are in the middle of a pass around this family: within one, KLs add up; else each replaces it"""
-    wants_gradient: bool = False
-    """whether the pass around this family began with gradients"""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         check_rate("dropout", dropout)
         self.dropout = Dropout(dropout)
-        self.owed: list[Tensor] = []  # the KLs of the latest pass, each (B,)
+        self.forward_pass = ForwardPass()
 
     def forward(self, logits: Tensor, mask: Visible, keys: Tensor | None = None) -> Draw:
         """Weights (B, H, T, S) in the dtype of the logits and the KL of each example, (B,)."""
@@ -63,50 +63,30 @@ class Family(nn.Module):
             kl = weights.new_zeros(weights.shape[:-3]) if cost is None else cost
         else:
             weights, kl = masked_softmax(logits, mask), logits.new_zeros(logits.shape[:-3], dtype=full)
-        if self.counts:
-            self._record(kl)
-        else:
-            self.owed = []
+        self.forward_pass.add(kl if self.counts else None, self.draws_now)
         return Draw(self.dropout(weights).to(logits.dtype), kl)
 
     @property
     def draws_now(self) -> bool:
-        """Whether weights are drawn, or those of mean mode are given."""
+        """Whether weights are drawn in this call, rather than those of mean mode given."""
         return self.training if self.mode is None else self.mode == "draw"
-
-    def _record(self, kl: Tensor) -> None:
-        # Within a backward pass a checkpoint makes its part of the forward pass again: that is on record already.
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if not self.depth:
-            self.owed = [kl]
-            return
-        if self.wants_gradient and self.draws_now and not torch.is_grad_enabled():
-            raise RuntimeError(
-                "attention must be drawn with gradients in a pass that has them, or its KL has none; they are off. "
-                "Checkpointing must have use_reentrant=False; got the re-entrant one, or no_grad inside the model."
-            )
-        self.owed = [*self.owed, kl]
 
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
         """Weights, and their KL if it counts, for logits in single precision or better."""
         raise NotImplementedError
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A tensor with a graph cannot be copied, and a copy owes nothing.
-        return {**self.__dict__, "owed": [], "depth": 0}
 
-
-def families(model: nn.Module) -> list[Family]:
-    """The stochastic families of a model."""
-    return [module for module in model.modules() if isinstance(module, Family)]
+def families(model: nn.Module) -> list[AttentionFamily]:
+    """All stochastic families among a model's modules, each once, in the order of its modules."""
+    return [module for module in model.modules() if isinstance(module, AttentionFamily)]
 
 
 def attention_kl(model: nn.Module) -> Tensor:
-    """(B,): what each example's attention cost in the latest pass, in nats, over all families; 0 in mean mode.
+    """(B,): KL of each example's attention weights in the latest pass, in nats, over all families; 0 in mean mode.
 
     An example's attention weights are latent variables of its own, so the evidence lower bound is
-    Σ_n E log p(y_n | x_n, S_n) - KL_n: subtract the mean of this from the mean log-likelihood, without 1/N.
+    Σ_n E log p(y_n | x_n, S_n) - KL_n: subtract the mean of this from the mean log-likelihood, without 1/N. Windows of
+    an example, as in Swin, are summed.
     """
     found = families(model)
     if not found:
@@ -114,19 +94,26 @@ def attention_kl(model: nn.Module) -> Tensor:
             f"model must have stochastic attention; {type(model).__name__} has none. "
             "Build it with a family of bayesformer.attention, or make it so with bayesformer.attention.install."
         )
-    owed = [kl for family in found for kl in family.owed]
-    if not owed:
+    passes = {id(family.forward_pass): family.forward_pass for family in found}.values()
+    terms = [kl for each in passes for kl in each.kl_terms]
+    if not terms:
         raise ValueError(
             f"model must be called before its KL is read; {type(model).__name__} was not, or only to predict."
         )
-    return torch.stack(owed).sum(0)
+    shapes = sorted({tuple(kl.shape) for kl in terms})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"attention modules of {type(model).__name__} must give one KL per example; they gave shapes "
+            f"{', '.join(map(str, shapes))}. Leave some out with names=, a pattern of install."
+        )
+    return torch.stack(terms).sum(0)
 
 
 @contextmanager
 def attention_mode(model: nn.Module, mode: Mode, draws: int | None = None, kl: bool = True) -> Iterator[None]:
     """Within it all families draw, `draws` at once if given, or all are in mean mode, whatever the model's mode.
 
-    Without `kl` their KL is neither computed nor on record.
+    Without `kl` their KL is neither computed nor recorded.
     """
     found = families(model)
     before = [(family.mode, family.draws, family.counts) for family in found]

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.family import Drawn, Family
-from bayesformer.attention.noise import normal
+from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
 from bayesformer.attention.rows import hidden_keys, noisy_softmax, visible_sum
-from bayesformer.attention.spread import Learned, Spread
+from bayesformer.attention.spread import Learned, LogitSpread
+from bayesformer.core.draws import normal_like
 
 
-class Gaussian(Family):
+class GaussianLogits(AttentionFamily):
     """Gaussian logits against N(logits_ij, σ₀²), a prior centred on the logits themselves.
 
         KL_ij = ½ (σ_ij²/σ₀² - 1) - log(σ_ij/σ₀)
@@ -26,7 +26,7 @@ class Gaussian(Family):
         dropout: of weights, after they are drawn.
     """
 
-    def __init__(self, spread: Spread | None = None, prior_sigma: float = 0.1, dropout: float = 0.0) -> None:
+    def __init__(self, spread: LogitSpread | None = None, prior_sigma: float = 0.1, dropout: float = 0.0) -> None:
         super().__init__(dropout)
         check_above_zero(prior_sigma=prior_sigma)
         self.spread, self.prior_sigma = spread or Learned(start=prior_sigma), prior_sigma
@@ -34,7 +34,7 @@ class Gaussian(Family):
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:  # noqa: ARG002
         """One softmax with noise added to the logits."""
         sigma = self.spread(logits, mask)  # broadcasts to (B, H, T, S)
-        weights = noisy_softmax(logits, sigma, normal(logits), hidden_keys(mask))
+        weights = noisy_softmax(logits, sigma, normal_like(logits), hidden_keys(mask))
         return weights, self._kl(sigma / self.prior_sigma, mask, logits.shape) if self.counts else None
 
     @staticmethod

@@ -1,7 +1,7 @@
 """One call gives a model stochastic attention, and one takes it away again.
 
     install(model, Weibull(k=10))
-    loss = -log_likelihood(model(x), y).mean() + kl_divergence(model).mean()
+    loss = bayesformer.loss(model, x, y, likelihood="categorical", num_data=N)
     uninstall(model)
 
 Every attention module gets a family of its own, as a part of the module: its parameters are trained, moved and saved
@@ -11,36 +11,41 @@ with the model. The model's own weights keep their names and values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from bayesformer.attention import hf
 from bayesformer.attention.build import build_family
 from bayesformer.attention.contextual import Contextual
-from bayesformer.attention.core import Attention, Softmax
-from bayesformer.attention.family import Family, families
-from bayesformer.attention.graph import GraphAttention
+from bayesformer.attention.family import AttentionFamily, families
+from bayesformer.attention.forward_pass import ForwardPass
+from bayesformer.attention.graph_attention import GraphAttention
+from bayesformer.attention.multi_head import MultiHeadAttention, Softmax
+from bayesformer.attention.softmax_check import check_plain_softmax
 from bayesformer.attention.spread import Learned
 from bayesformer.attention.stochastic_multihead import StochasticMultihead
+from bayesformer.core.compat import remove_forward_hooks
 from bayesformer.core.errors import unknown_name
 
-BuildFamily: TypeAlias = Callable[[int, int], Family]
+BuildFamily: TypeAlias = Callable[[int, int], AttentionFamily]
 BEFORE = "_before_install"
 """Attribute of a module that was changed: what it takes to change it back. On modules, so that it outlives copies."""
+PASS = "_forward_pass"
+"""Attribute of a module whose calls are forward passes: the `ForwardPass` of its families."""
 
 
 def install(
-    model: nn.Module, family: str | Family | BuildFamily = "weibull", names: str = "*", **settings: Any
+    model: nn.Module, family: str | AttentionFamily | BuildFamily = "weibull", names: str = "*", **settings: Any
 ) -> nn.Module:
     """Make a model's softmax attention stochastic, in place; `uninstall` undoes it. Returns the model.
 
     Takes models of transformers that use its attention interface, `nn.MultiheadAttention` and what is built of it,
-    and `Attention` and `GraphAttention` of this library, at any depth. In evaluation mode the model is what it was.
+    and `MultiHeadAttention` and `GraphAttention` of this library, at any depth. In evaluation mode the model is what
+    it was. Attention that caps logits or has sinks is refused: it is not a softmax of its logits.
     With PEFT, install after `get_peft_model`, which freezes the parameters it finds; or before it, and name what a
     family learns in `modules_to_save` ("contextual", "spread"), so that the adapter trains and saves it.
 
@@ -53,23 +58,13 @@ def install(
         settings: of a family given by name.
     """
     build = _builder(family, settings)
-    if any(BEFORE in vars(module) for module in model.modules()):
-        raise ValueError(
-            f"model must not have stochastic attention installed; {type(model).__name__} has. Call uninstall first."
-        )
-    chosen = _chosen(model, names)
-    made = [_made(build, site) for site in chosen]  # all errors come before the first change
-    for site, own in zip(chosen, made, strict=True):
-        _attach(site, own)
-    if any(hf.uses_interface(type(site)) for site in chosen):
-        _switch(model)
-    for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder) and any(isinstance(m, StochasticMultihead) for m in chosen):
-            setattr(encoder, BEFORE, encoder.use_nested_tensor)
-            encoder.use_nested_tensor = False  # packed rows go with the fast path only
-    model.register_forward_pre_hook(_pass_begins)
-    model.register_forward_hook(_pass_ends, always_call=True)
-    return model
+    refuse_installed(model)
+    found = attention_modules(model)
+    chosen = {name: site for name, site in found.items() if fnmatchcase(name, names)}
+    if not chosen:
+        raise unknown_name("attention module in names:", names, found)
+    made = {name: _made(build, site, name) for name, site in chosen.items()}  # all errors come before any change
+    return attach(model, chosen, made)
 
 
 def uninstall(model: nn.Module) -> nn.Module:
@@ -83,49 +78,95 @@ def uninstall(model: nn.Module) -> nn.Module:
     for module in changed:
         _restore(module, vars(module).pop(BEFORE))
     for module in model.modules():
-        _remove_hooks(module)
+        vars(module).pop(PASS, None)
+        remove_forward_hooks(module, (_begin_pass, _end_pass, hf.before_attention))
+    for left in families(model):
+        left.forward_pass = ForwardPass()
     return model
 
 
-def _chosen(model: nn.Module, names: str) -> list[nn.Module]:
+def refuse_installed(model: nn.Module) -> None:
+    """Raise ValueError if `install` has given this model stochastic attention already."""
+    if any(BEFORE in vars(module) for module in model.modules()):
+        raise ValueError(
+            f"model must not have stochastic attention installed; {type(model).__name__} has. Call uninstall first."
+        )
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model whose softmax attention can become stochastic, by name; an error if there are none."""
     found = {name: m for name, m in model.named_modules() if _is_softmax(m)} | hf.sites(model)
-    chosen = [module for name, module in found.items() if fnmatchcase(name, names)]
-    if chosen:
-        return chosen
-    if found:
-        raise unknown_name("attention module in names:", names, found)
-    raise ValueError(
-        "model must have softmax attention that can be replaced: a model of transformers that uses its attention "
-        f"interface, nn.MultiheadAttention, or Attention of bayesformer; {type(model).__name__} has none."
-    )
+    if not found:
+        raise ValueError(
+            "model must have softmax attention that can be replaced: a model of transformers that uses its attention "
+            "interface, nn.MultiheadAttention, or MultiHeadAttention of bayesformer; "
+            f"{type(model).__name__} has none."
+        )
+    return found
 
 
-def _is_softmax(module: nn.Module) -> bool:
-    if isinstance(module, Attention | GraphAttention):
-        return isinstance(module.family, Softmax)
-    return type(module) is nn.MultiheadAttention  # a subclass may do anything
+def attach(model: nn.Module, sites: Mapping[str, nn.Module], made: Mapping[str, AttentionFamily]) -> nn.Module:
+    """Give attention modules of a model these families, by name, and let the model's calls be forward passes."""
+    for name, site in sites.items():
+        _attach(site, made[name])
+    if any(hf.uses_interface(type(site)) for site in sites.values()):
+        _switch(model)
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(
+            isinstance(m, StochasticMultihead) for m in encoder.modules()
+        ):
+            setattr(encoder, BEFORE, encoder.use_nested_tensor)
+            encoder.use_nested_tensor = False  # packed rows go with the fast path only
+    running = ForwardPass()
+    for family in families(model):
+        family.forward_pass = running
+    # PEFT calls the `forward` of a model of transformers past its hooks, so that models within it begin a pass, too.
+    for module in {model, *(m for m in model.modules() if hf.is_whole(m))}:
+        setattr(module, PASS, running)
+        module.register_forward_pre_hook(_begin_pass, with_kwargs=True)
+        module.register_forward_hook(_end_pass, always_call=True)
+    return model
 
 
-def _made(build: BuildFamily, site: nn.Module) -> Family:
-    """The family of an attention module, where and of the kind its weights are."""
+def prepared(family: AttentionFamily, site: nn.Module) -> AttentionFamily:
+    """A family on the device and in the dtype and mode of an attention module."""
+    own = next((p for p in site.parameters() if p.is_floating_point()), None)
+    if own is not None:
+        family.to(own.device, own.dtype)
+    return family.train(site.training)
+
+
+def check_site(site: nn.Module, name: str) -> tuple[int, int]:
+    """Heads and head width of an attention module; an error if it does something that no family can do."""
     if isinstance(site, nn.MultiheadAttention):
         if site.bias_k is not None or site.add_zero_attn:
             option = "add_bias_kv" if site.bias_k is not None else "add_zero_attn"
             raise ValueError(f"{option} must be False in nn.MultiheadAttention with stochastic attention; got True.")
-        made = build(site.num_heads, site.head_dim)
-    elif isinstance(site, Attention | GraphAttention):
-        made = build(site.heads, site.width)
-    else:
-        made = build(*hf.size(site))
+        return site.num_heads, site.head_dim
+    if isinstance(site, MultiHeadAttention | GraphAttention):
+        return site.heads, site.width
+    check_plain_softmax(site, name)
+    return hf.size(site)
+
+
+def _is_softmax(module: nn.Module) -> bool:
+    if isinstance(module, MultiHeadAttention | GraphAttention):
+        return isinstance(module.family, Softmax)
+    return type(module) is nn.MultiheadAttention  # a subclass may do anything
+
+
+def _made(build: BuildFamily, site: nn.Module, name: str) -> AttentionFamily:
+    """The family of an attention module, where and of the kind its weights are."""
+    made = build(*check_site(site, name))
     if made.dropout.p:
         raise ValueError(f"dropout must be left out: it stays the model's own; got {made.dropout.p}.")
-    own = next((p for p in site.parameters() if p.is_floating_point()), torch.empty(0))
-    return made.to(own.device, own.dtype).train(site.training)
+    if isinstance(site, MultiHeadAttention | GraphAttention):
+        made.dropout = site.family.dropout  # type: ignore[assignment]
+    return prepared(made, site)
 
 
-def _attach(site: nn.Module, family: Family) -> None:
-    if isinstance(site, Attention | GraphAttention):
-        family.dropout = site.family.dropout  # type: ignore[assignment]
+def _attach(site: nn.Module, family: AttentionFamily) -> None:
+    if isinstance(site, MultiHeadAttention | GraphAttention):
         site.family = family
         setattr(site, BEFORE, None)
         return
@@ -134,7 +175,7 @@ def _attach(site: nn.Module, family: Family) -> None:
         _become(site, StochasticMultihead)
         setattr(site, BEFORE, None)
     else:
-        site.register_forward_pre_hook(hf.call_begins, with_kwargs=True)
+        site.register_forward_pre_hook(hf.before_attention, with_kwargs=True)
 
 
 def _switch(model: nn.Module) -> None:
@@ -145,13 +186,10 @@ def _switch(model: nn.Module) -> None:
         setattr(module, BEFORE, hf.implementation(module))
     for module in holders:
         hf.switch(module, hf.NAME)
-        if hf.is_whole(module) and module is not model:
-            module.register_forward_pre_hook(_part_begins)
-            module.register_forward_hook(_part_ends, always_call=True)
 
 
 def _restore(module: nn.Module, before: Any) -> None:
-    if isinstance(module, Attention | GraphAttention):
+    if isinstance(module, MultiHeadAttention | GraphAttention):
         softmax = Softmax().train(module.family.training)
         softmax.dropout = module.family.dropout  # type: ignore[assignment]
         module.family = softmax
@@ -165,76 +203,52 @@ def _restore(module: nn.Module, before: Any) -> None:
         hf.detach(module)
 
 
+def _holds_multihead(encoder: nn.Module) -> bool:
+    return any(isinstance(module, StochasticMultihead) for module in encoder.modules())
+
+
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 
 
-def _remove_hooks(module: nn.Module) -> None:
-    ours = (_pass_begins, _pass_ends, _part_begins, _part_ends, hf.call_begins)
-    flags = (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in ours]:
-            del hooks[key]
-            for flag in (*flags, module._forward_hooks_always_called):  # keys are unique among all hooks
-                flag.pop(key, None)
-
-
-# A pass of the whole model: a module that is called several times in it (shared layers) owes for every call.
-
-
-def _pass_begins(model: nn.Module, inputs: Any) -> None:  # noqa: ARG001
+def _begin_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model runs: its families start a new record, unless the model is a part of one that runs already."""
+    running: ForwardPass = vars(model)[PASS]
+    running.begin(id(model))
     if hf.is_whole(model):
-        hf.register()  # a model may have come to another process as a pickle
-    _begin(families(model))
-    for family in families(model):
-        family.depth = 1  # whatever it is: a pass that was interrupted had no end
+        hf.register()  # the model may have come to this process as a pickle
+        if running.examples is None:
+            running.examples = hf.count_examples(model, args, kwargs)
 
 
-def _pass_ends(model: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ARG001
-    for family in families(model):
-        family.depth = 0
+def _end_pass(model: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ARG001
+    """After a model has run, or has failed."""
+    running: ForwardPass = vars(model)[PASS]
+    running.end(id(model))
 
 
-def _part_begins(part: nn.Module, inputs: Any) -> None:  # noqa: ARG001
-    # A model of transformers within the whole: PEFT calls the `forward` of what it wraps, past the hooks of the whole.
-    hf.register()
-    _begin(family for family in families(part) if family.depth == 0)
-    for family in families(part):
-        family.depth += 1
-
-
-def _part_ends(part: nn.Module, inputs: Any, outputs: Any) -> None:  # noqa: ARG001
-    for family in families(part):
-        family.depth -= 1
-
-
-def _begin(those: Iterable[Family]) -> None:
-    for family in those:
-        family.owed, family.wants_gradient = [], torch.is_grad_enabled()
-
-
-def _builder(family: str | Family | BuildFamily, settings: Mapping[str, Any]) -> BuildFamily:
+def _builder(family: str | AttentionFamily | BuildFamily, settings: Mapping[str, Any]) -> BuildFamily:
     if isinstance(family, str):
-        return _Named(family, settings)
+        return _ByName(family, settings)
     if settings:
         raise ValueError(f"settings must be left out unless family is a name; got {', '.join(settings)}.")
-    return _Template(family) if isinstance(family, Family) else family
+    return _Template(family) if isinstance(family, AttentionFamily) else family
 
 
 @dataclass(frozen=True)
-class _Named:
+class _ByName:
     name: str
     settings: Mapping[str, Any]
 
-    def __call__(self, heads: int, width: int) -> Family:
+    def __call__(self, heads: int, width: int) -> AttentionFamily:
         return build_family(self.name, heads, width, **self.settings)
 
 
 @dataclass(frozen=True)
 class _Template:
-    family: Family
+    family: AttentionFamily
 
-    def __call__(self, heads: int, width: int) -> Family:
+    def __call__(self, heads: int, width: int) -> AttentionFamily:
         """A copy whose parts fit, and whose networks start afresh."""
         made = copy.deepcopy(self.family)
         for name, part in self.family.named_children():

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.family import Drawn, Family
-from bayesformer.attention.noise import normal
+from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
 from bayesformer.attention.rows import Hidden, hidden_keys, hide_, known, noisy_softmax, visible_count
+from bayesformer.core.draws import normal_like
 
 
-class Lognormal(Family):
+class Lognormal(AttentionFamily):
     """Lognormal scores against Lognormal(μ, σ₀²). Section 3.2 and eq. 2 of the paper.
 
         KL_ij = log(σ₀/σ) + [σ² + (Φ_ij - σ²/2 - μ)²] / 2σ₀² - ½
@@ -49,12 +49,12 @@ class Lognormal(Family):
 
     def log_s(self, logits: Tensor) -> Tensor:
         """A draw of log S, before a row is normalised; E[S] = exp(logits)."""
-        return logits + self.sigma * normal(logits) - self.sigma**2 / 2
+        return logits + self.sigma * normal_like(logits) - self.sigma**2 / 2
 
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
-        weights = noisy_softmax(logits, self.sigma, normal(logits), hidden)
+        weights = noisy_softmax(logits, self.sigma, normal_like(logits), hidden)
         return weights, self._kl(self._away(logits, mask, keys), mask, hidden) if self.counts else None
 
     def _away(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Tensor:

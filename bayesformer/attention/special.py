@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bayesformer.attention.noise import log_uniform, normal
+from bayesformer.core.draws import log_uniform_like, normal_like
 from bayesformer.core.vectors import transformed
 
 EULER = 0.5772156649015329
@@ -123,7 +123,7 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=device)
 
 
-class Sampler(NamedTuple):
+class GammaSampler(NamedTuple):
     """A way to draw log X for X ~ Gamma(α, 1)."""
 
     noise: Callable[[Tensor], tuple[Tensor, ...]]
@@ -134,7 +134,7 @@ class Sampler(NamedTuple):
 
 def gamma_noise(like: Tensor) -> tuple[Tensor, ...]:
     """A normal number and the logarithms of two uniform ones."""
-    return normal(like), log_uniform(like), log_uniform(like)
+    return normal_like(like), log_uniform_like(like), log_uniform_like(like)
 
 
 def log_gamma(alpha: Tensor, x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def _over(power: int, coefficients: tuple[float, ...]) -> tuple[float, ...]:
 
 def surrogate_noise(like: Tensor) -> tuple[Tensor, ...]:
     """The logarithm of a uniform number."""
-    return (log_uniform(like),)
+    return (log_uniform_like(like),)
 
 
 def log_surrogate(alpha: Tensor, log_u: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,4 +206,4 @@ def log_surrogate(alpha: Tensor, log_u: Tensor) -> tuple[Tensor, Tensor]:
     return value, digamma.sub_(value)
 
 
-IMPLICIT, SURROGATE = Sampler(gamma_noise, log_gamma), Sampler(surrogate_noise, log_surrogate)
+IMPLICIT, SURROGATE = GammaSampler(gamma_noise, log_gamma), GammaSampler(surrogate_noise, log_surrogate)

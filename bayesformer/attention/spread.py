@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.core import Linear
 from bayesformer.attention.edges import Edges, Visible
+from bayesformer.attention.multi_head import Linear
 from bayesformer.attention.ranges import check_above_zero, check_positive
 from bayesformer.attention.rows import masked_log_softmax
 
 
-class Spread(nn.Module):
+class LogitSpread(nn.Module):
     """`spread(logits, mask)`: positive, broadcasting to (B, H, T, S), or to (B, H, T, 1) if `per_row`."""
 
     def __init__(self, start: float, per_row: bool) -> None:
@@ -32,7 +32,7 @@ class Spread(nn.Module):
         return f"start={self.start:g}, per_row={self.per_row}"
 
 
-class Learned(Spread):
+class Learned(LogitSpread):
     """A learned number per head, or with `length` per position: (H, T, S), or (H, T, 1) if `per_row`.
 
     Args:
@@ -45,7 +45,7 @@ class Learned(Spread):
     def __init__(self, start: float, heads: int = 1, length: int | None = None, per_row: bool = False) -> None:
         super().__init__(start, per_row)
         check_positive(heads=heads, length=1 if length is None else length)
-        self.length = length
+        self.heads, self.length = heads, length
         rows = 1 if length is None else length
         self.rho = nn.Parameter(torch.empty(heads, rows, 1 if per_row else rows))
         self.reset_parameters()
@@ -63,17 +63,18 @@ class Learned(Spread):
         return F.softplus(rho.to(logits.dtype))
 
 
-class DataDependent(Spread):
+class DataDependent(LogitSpread):
     """softplus of a network with one hidden layer, the same for every row, so that any length will do.
 
     Per row it sees what makes attention sure or unsure: the entropy of its softmax, its largest log weight, and the
-    logarithm of the number of keys; per entry also the entry's own log weight. The thesis feeds the row itself to
-    the network, whose width then is the one length it can take: that is `RowNetwork`.
+    logarithm of the number of keys; per entry also the entry's own log weight. Cinquin et al. (2021) feed the row
+    itself to the network, whose width then is the one length it can take: that is `RowNetwork`.
     """
 
     def __init__(self, start: float, hidden: int = 16, per_row: bool = False) -> None:
         super().__init__(start, per_row)
         check_positive(hidden=hidden)
+        self.hidden = hidden
         self.row, self.out = Linear(3, hidden), Out(hidden, 1, start)
         self.entry = None if per_row else Linear(1, hidden, bias=False)
 
@@ -99,13 +100,13 @@ class DataDependent(Spread):
         return F.softplus(self.out(F.relu(inner)).to(logits.dtype).squeeze(-1))
 
 
-class RowNetwork(Spread):
-    """softplus of a network fed the whole row of masked logits, as in the thesis; for rows up to `length` keys."""
+class RowNetwork(LogitSpread):
+    """softplus of a network fed the whole row of masked logits, for rows up to `length` keys. Cinquin et al. (2021)."""
 
     def __init__(self, start: float, length: int, hidden: int = 16, per_row: bool = False) -> None:
         super().__init__(start, per_row)
         check_positive(length=length, hidden=hidden)
-        self.length = length
+        self.length, self.hidden = length, hidden
         self.inner, self.out = Linear(length, hidden), Out(hidden, 1 if per_row else length, start)
 
     def forward(self, logits: Tensor, mask: Visible) -> Tensor:

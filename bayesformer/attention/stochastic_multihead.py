@@ -8,22 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.attention.attend import attend, hides
-from bayesformer.attention.family import Family
+from bayesformer.attention.family import AttentionFamily
+from bayesformer.core.compat import NoFastPath
 from bayesformer.model.multihead import multi_head_attention_forward
 
 
-class StochasticMultihead(nn.MultiheadAttention):
+class StochasticMultihead(NoFastPath, nn.MultiheadAttention):
     """Made of an `nn.MultiheadAttention` by changing its class, so that its weights keep their names.
 
     A class survives copies and pickles, which a method bound to one instance does not.
     """
 
-    attention_family: Family
-
-    @property
-    def _qkv_same_embed_dim(self) -> bool:
-        """Always False: with it nn.TransformerEncoderLayer would go its fast path, past this module."""
-        return False
+    attention_family: AttentionFamily
 
     def forward(
         self,

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
-from bayesformer.attention.family import Drawn, Family
-from bayesformer.attention.noise import log_uniform
+from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
 from bayesformer.attention.rows import (
     Hidden,
@@ -29,9 +28,10 @@ from bayesformer.attention.rows import (
     visible_sum,
 )
 from bayesformer.attention.special import EULER, gammas
+from bayesformer.core.draws import log_uniform_like
 
 
-class Weibull(Family):
+class Weibull(AttentionFamily):
     """Weibull scores against Gamma(α, rate β). Section 3.2 and eq. 1 of the paper.
 
         KL_ij = α (γ/k - log λ_ij - log β) + log Γ(α) + β exp(Φ_ij) + log k - γ - 1,   log λ = Φ - log Γ(1 + 1/k)
@@ -69,7 +69,7 @@ class Weibull(Family):
 
     @staticmethod
     def _noise(logits: Tensor) -> Tensor:
-        return log_uniform(logits).neg_().log_()
+        return log_uniform_like(logits).neg_().log_()
 
     @property
     def _slope(self) -> float:

@@ -8,6 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "COMPILED_CALL",
+    "DIRICHLET",
+    "GAMMA",
+    "TorchDispatchMode",
+    "compiled_from",
+    "defaults",
+    "gradient_hooks",
+    "is_distributed",
+    "named_slots",
+    "standard_gamma",
+    "transformed",
+    "tree_leaves",
+    "version",
+]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[..., Any]]:
@@ -41,6 +59,17 @@ def named_slots(module: nn.Module) -> dict[str, Tensor | None]:
 # What `module.compile()` leaves on a module: a compiled call bound to that very module. A copy must not run it.
 COMPILED_CALL = "_compiled_call_impl"
 
+# TorchDispatchMode: documented by torch ("Extending torch") under this private path only.
+# tree_leaves: tensors inside whatever a model returns; torch.utils has no public way to walk it.
+
+
+def defaults(operation: Any) -> dict[str, Any]:
+    """The arguments of an elementary operation (torch.ops.aten...) in their order, with their default values.
+
+    A TorchDispatchMode is given arguments by place and without defaults; the schema alone knows their names.
+    """
+    return {argument.name: argument.default_value for argument in operation._schema.arguments}
+
 
 def transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp) is being applied to the code that is running.
@@ -63,3 +92,65 @@ GAMMA = torch._standard_gamma
 
 DIRICHLET = torch._sample_dirichlet
 """What torch.distributions.Dirichlet and Beta call: it takes a generator, which they do not hand on."""
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread, in which checkpoints compute parts of the forward pass again.
+
+    torch has no public question for it (`_current_graph_task_id`, -1 outside of backward passes).
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def remove_forward_hooks(module: nn.Module, functions: tuple[Callable[..., Any], ...]) -> None:
+    """Take these functions out of a module's forward hooks and forward pre-hooks.
+
+    The public way is the handle that registering returns, which does not survive a copy or a pickle of the model. What
+    torch keeps of a hook: its function, under a key that is unique among all hooks, and flags under the same key.
+    """
+    flags = (
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in functions]:
+            del hooks[key]
+            for flag in flags:
+                flag.pop(key, None)
+
+
+class NoFastPath(nn.Module):
+    """Mixed into an `nn.MultiheadAttention`: keeps nn.TransformerEncoderLayer from its fused path, which skips modules.
+
+    The layer takes that path only where its attention has `_qkv_same_embed_dim`; there is no public switch per module,
+    and the one in torch.backends is for the whole process.
+    """
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        return False
+
+
+def attention_name(config: Any) -> str | None:
+    """The name of the attention function in a config of transformers.
+
+    The public `_attn_implementation` hands a new name on to the configs of other parts of the model when it is set.
+    """
+    name: str | None = config._attn_implementation_internal
+    return name
+
+
+def set_attention_name(config: Any, name: str | None) -> None:
+    """Set that name in this config alone."""
+    config._attn_implementation_internal = name
+
+
+def has_attention_name(config: Any) -> bool:
+    """Whether an object is a config of transformers, which names an attention function."""
+    return hasattr(config, "_attn_implementation_internal")
+
+
+def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
+    """w (g - Σ w g) of each row of softmax weights w, in one pass (`_softmax_backward_data`, what autograd calls)."""
+    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)

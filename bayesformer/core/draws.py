@@ -80,6 +80,11 @@ def uniform_like(like: Tensor) -> Tensor:
     return draw(like, torch.rand, lambda x, generator: x.uniform_(low, high, generator=generator))
 
 
+def log_uniform_like(like: Tensor) -> Tensor:
+    """log U of uniform numbers of the open interval (0, 1) in the shape of `like`: below 0, and finite."""
+    return uniform_like(like).log_()
+
+
 def gamma_of(shape: Tensor) -> Tensor:
     """Draws from Gamma(shape, 1), differentiable in the shape."""
     generators = source().generators
@@ -108,7 +113,7 @@ def dropout_mask(like: Tensor, rate: float, generator: torch.Generator | None = 
     """
     if rate == 1:
         return torch.zeros_like(like, memory_format=torch.preserve_format)
-    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
+    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64) and not transformed():
         uniform = draw(like, torch.rand, Tensor.uniform_, generator)
         return uniform.ge_(rate).div_(1 - rate)
     kept = 1 - rate

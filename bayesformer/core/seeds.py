@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import numpy
 import torch
 
+from bayesformer.core.draws import drawing_from
+
 _lock = threading.RLock()  # of the process: who seeds the global streams holds it
 
 
@@ -35,7 +37,7 @@ def stream(seed: int, *names: int | str) -> Iterator[None]:
 
     For what can only draw from there, such as a function that builds a model. One thread at a time can be inside.
     """
-    with global_streams(fold(seed, *names)):
+    with global_streams(fold(seed, *names)), drawing_from(()):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from bayesformer.core.errors import DamagedFileError
 SMALL = 16 * 2**20
 FACTS, SUM = "facts", "checksum"  # the metadata our files carry: a JSON object, and a hash of it and all tensors
 LONGEST = 256 * 2**20  # bytes of JSON that are read at all
+NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # JSON has no such numbers
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -40,8 +42,30 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """One line of JSON."""
-    write_atomically(path, (json.dumps(value, allow_nan=False) + "\n").encode())
+    """One line of JSON, in which infinities and NaN are the texts of `NOT_FINITE`; `with_numbers` reads them back."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:  # a number that JSON does not have
+        text = json.dumps(with_texts(value), allow_nan=False)
+    write_atomically(path, (text + "\n").encode())
+
+
+def with_texts(value: Any) -> Any:
+    """The value with "inf", "-inf" or "nan" in place of every float that is not finite, in lists and dicts, too."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {name: with_texts(entry) for name, entry in value.items()}
+    return [with_texts(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def with_numbers(value: Any) -> Any:
+    """The value with floats in place of the texts "inf", "-inf" and "nan", in lists and dicts, too."""
+    if isinstance(value, str):
+        return NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: with_numbers(entry) for name, entry in value.items()}
+    return [with_numbers(entry) for entry in value] if isinstance(value, list) else value
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from bayesformer.core.draws import gamma_of, normal_like
 from bayesformer.priors import distributions as laws
 from bayesformer.priors.distributions import Distribution
 
@@ -70,7 +71,7 @@ class Gaussian(Family):
 
     def noise(self) -> Tensor:
         """Standard normal."""
-        return torch.randn_like(self.loc)
+        return normal_like(self.loc)
 
     def log_noise(self, z: Tensor) -> Tensor:
         """-½ z² - ½ log 2π."""
@@ -140,8 +141,8 @@ class StudentT(Family):
     def noise(self) -> Tensor:
         """ε / √λ."""
         half = 0.5 * self.df
-        precision = torch._standard_gamma(half) / half
-        return torch.randn_like(self.loc) * precision.rsqrt()
+        precision = gamma_of(half) / half
+        return normal_like(self.loc) * precision.rsqrt()
 
     def log_noise(self, z: Tensor) -> Tensor:
         """-½(ν + 1) log(1 + z²/ν) + log Γ((ν + 1)/2) - log Γ(ν/2) - ½ log νπ."""

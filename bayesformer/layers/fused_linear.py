@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bayesformer.core.draws import normal_like
+
 
 def gaussian_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, floor: Tensor) -> Tensor:
     """Outputs for a weight (out, in); `floor` (out) is the variance that the bias adds, above 0."""
@@ -24,7 +26,7 @@ class _GaussianLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, floor: Tensor) -> Tensor:
         sd = F.linear(x * x, scale * scale, floor).sqrt_()
-        noise = torch.randn_like(sd)
+        noise = normal_like(sd)
         out = F.linear(x, weight, bias).addcmul_(sd, noise)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(x, weight, scale, floor, noise.div_(sd))

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.core.vectors import transformed
+from bayesformer.core import draws
+from bayesformer.core.vectors import normal_like, transformed
 from bayesformer.layers import fused_linear as fused
 from bayesformer.layers.families import Cauchy, Family, Gaussian
 from bayesformer.priors import distributions as laws
@@ -100,7 +101,7 @@ def gaussian(apply: Affine, given: Noise, x: Tensor) -> Tensor:
     if given.weight.dim() > 2:  # some convolution algorithms round below 0
         variance = variance.clamp_min(tiny)
     sd = variance.sqrt()
-    return torch.addcmul(apply(x, given.weight, given.bias), sd, torch.randn_like(sd))
+    return torch.addcmul(apply(x, given.weight, given.bias), sd, normal_like(sd))
 
 
 def cauchy(apply: Affine, given: Noise, x: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def signs(x: Tensor, positions: int) -> Tensor:
     """±1 per example and feature, constant over everything else; features stand before `positions` axes."""
     features = x.dim() - 1 - positions
     shape = [size if axis in (0, features) else 1 for axis, size in enumerate(x.shape)]
-    return 1 - 2 * torch.randint(2, shape, dtype=x.dtype, device=x.device)
+    return draws.signs(shape, x)
 
 
 LOCAL: dict[type[Family], Forward] = {Gaussian: gaussian, Cauchy: cauchy}

@@ -56,9 +56,9 @@ def _softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return logits.softmax(-1)
     if mask.dtype == torch.bool:
-        hidden = ~mask
-        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+        empty = ~mask.any(-1, keepdim=True)
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
     else:
-        hidden = mask == -torch.inf
-        logits = logits + mask.to(logits.dtype).clamp_min(torch.finfo(logits.dtype).min)
-    return logits.softmax(-1).masked_fill(hidden.all(-1, keepdim=True), 0.0)
+        empty = mask.detach().amax(-1, keepdim=True) == -torch.inf
+        logits = (logits + mask.to(logits.dtype)).masked_fill(empty, 0.0)
+    return logits.softmax(-1).masked_fill(empty, 0.0)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bayesformer.core import draws
-from bayesformer.core.compat import DIRICHLET, GAMMA
+from bayesformer.core.compat import DIRICHLET, GAMMA, TorchDispatchMode, defaults
 from bayesformer.model.kernels import plain_scaled_dot_product_attention
 from bayesformer.model.multihead import multi_head_attention_forward
 
@@ -78,6 +77,9 @@ class _Inside(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        parts = in_parts(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         if draws_numbers(func):
             given = bound(func, args, kwargs)
             if in_training(func, given) and given.get("generator") is None:
@@ -93,10 +95,19 @@ def taking_generator(func: Any) -> Callable[[torch.Generator | None, dict[str, A
         return _native_dropout
     packet = func.overloadpacket
     variant = packet.generator if "generator" in packet.overloads() else func
-    names = {argument.name for argument in variant._schema.arguments}
+    names = defaults(variant)
     if "generator" not in names:
         return None
     return lambda generator, given: variant(**{k: v for k, v in given.items() if k in names} | {"generator": generator})
+
+
+def in_parts(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """The result of a composite operation, its parts seen by the mode; NotImplemented for an elementary one.
+
+    Only tensors that were made in inference mode let composite operations (alpha dropout, attention) come as a whole.
+    """
+    with mode:
+        return func.decompose(*args, **(kwargs or {}))
 
 
 def draws_numbers(func: Any) -> bool:
@@ -106,8 +117,8 @@ def draws_numbers(func: Any) -> bool:
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """The arguments of an elementary operation by their names, defaults included."""
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    return {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
+    named = defaults(func)
+    return {**named, **dict(zip(named, args, strict=False)), **(kwargs or {})}
 
 
 def in_training(func: Any, given: dict[str, Any]) -> bool:
@@ -177,8 +188,8 @@ def _channel_dropout(mode: PassMode, func: Function, args: tuple[Any, ...], kwar
     x, rate, training, inplace = _dropout_arguments(func, *args, **kwargs)
     if not training:
         return func(*args, **kwargs)
-    rest = (inplace,) if func in FUNCTIONAL else ()
-    return _run_inside(mode, func, (x, draws.dropout_rate(rate), training, *rest), {})
+    made = _run_inside(mode, OUT_OF_PLACE.get(func, func), (x, draws.dropout_rate(rate), training), {})
+    return x.copy_(made) if inplace else made
 
 
 def _dropout_arguments(
@@ -275,11 +286,19 @@ def _opaque(mode: PassMode, func: Function, args: tuple[Any, ...], kwargs: dict[
 
 
 def _run_inside(mode: PassMode, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_inference_mode_enabled():  # in which a dispatch mode does not see the dropout of an LSTM
+        with torch.inference_mode(False), torch.no_grad():
+            return _run_inside(mode, func, args, kwargs)
     with _Inside(mode, _name(func)):
         return func(*args, **kwargs)
 
 
-INPLACE = (torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_)
+OUT_OF_PLACE: dict[Function, Function] = {
+    torch.alpha_dropout_: torch.alpha_dropout,
+    torch.feature_dropout_: torch.feature_dropout,
+    torch.feature_alpha_dropout_: torch.feature_alpha_dropout,
+}
+INPLACE = (torch.dropout_, *OUT_OF_PLACE)
 FUNCTIONAL = (F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 TAKE_GENERATOR: tuple[Function, ...] = (
     torch.rand,
@@ -319,8 +338,7 @@ RULES: dict[Function, Rule] = {
     **dict.fromkeys(TAKE_GENERATOR, _with_generator),
     **dict.fromkeys(LIKE, _like),
     **dict.fromkeys((F.dropout, torch.dropout, torch.dropout_), _dropout),
-    **dict.fromkeys((*FUNCTIONAL, *INPLACE[1:], torch.alpha_dropout), _channel_dropout),
-    **dict.fromkeys((torch.feature_dropout, torch.feature_alpha_dropout), _channel_dropout),
+    **dict.fromkeys((*FUNCTIONAL, *OUT_OF_PLACE, *OUT_OF_PLACE.values()), _channel_dropout),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     **dict.fromkeys((F.gumbel_softmax, F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_), _opaque),
     **dict.fromkeys((F.fractional_max_pool2d, F.fractional_max_pool3d, *INIT), _opaque),

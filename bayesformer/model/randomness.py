@@ -26,16 +26,26 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bayesformer.core.compat import TorchDispatchMode, tree_leaves
 from bayesformer.core.draws import Generators, drawing_from
 from bayesformer.core.seeds import global_streams
-from bayesformer.model.pass_mode import PassMode, bound, device_of, draws_numbers, in_training, taking_generator
+from bayesformer.model.pass_mode import (
+    PassMode,
+    bound,
+    device_of,
+    draws_numbers,
+    in_parts,
+    in_training,
+    taking_generator,
+)
 
 
 @contextmanager
-def pass_noise(generators: Generators, dropout_rate: float | None = None) -> Iterator[None]:
+def pass_noise(generators: Generators, dropout_rate: float | None = None) -> Iterator[PassMode]:
     """Let every draw of a pass in this thread come from the given generators; torch's global stream is not touched.
+
+    Gives the mode that it is done by, whose `called` names the random functions of torch that were called.
 
     Args:
         generators: one, on the device of the weights; or one per row of the leading axis, where several draws go
@@ -45,8 +55,8 @@ def pass_noise(generators: Generators, dropout_rate: float | None = None) -> Ite
     """
     if dropout_rate is not None and not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must be at least 0 and below 1; got {dropout_rate}.")
-    with drawing_from(generators, dropout_rate), PassMode():
-        yield
+    with drawing_from(generators, dropout_rate), PassMode() as mode:
+        yield mode
 
 
 @contextmanager
@@ -66,7 +76,7 @@ class Randomness:
     functions: tuple[str, ...] = ()
     """random functions of torch that the model calls"""
     library: bool = False
-    """whether attention or layers of this library draw"""
+    """whether attention or layers of this library draw, and nothing else does"""
     torch_stream: str = ""
     """why torch's global stream is needed; empty if it is not"""
     python_streams: str = ""
@@ -82,28 +92,43 @@ class Randomness:
         return "own" if self.functions or self.library else "none"
 
     @contextmanager
-    def passing(self, generators: Generators, dropout_rate: float | None = None) -> Iterator[None]:
-        """Around a pass and its backward pass: all that they draw is determined by the generators; see `pass_noise`."""
+    def passing(
+        self, generators: Generators, dropout_rate: float | None = None, watch: bool = False
+    ) -> Iterator[PassMode | None]:
+        """Around a pass and its backward pass: all that they draw is determined by the generators; see `pass_noise`.
+
+        With `watch`, random functions of torch are given the generator even if the model calls none: for code around
+        the pass, such as a step of an algorithm, that may call some. Gives the mode, if it is on, or None.
+        """
         if self.kind == "global":
-            with self._global(generators, dropout_rate):
-                yield
-        elif self.functions or dropout_rate is not None:
-            with pass_noise(generators, dropout_rate):
-                yield
+            with self._global(generators, dropout_rate) as mode:
+                yield mode
+        elif watch or self.functions or dropout_rate is not None:
+            with pass_noise(generators, dropout_rate) as mode:
+                yield mode
         else:
             with drawing_from(generators):
-                yield
+                yield None
 
     @contextmanager
-    def _global(self, generators: Generators, dropout_rate: float | None) -> Iterator[None]:
+    def _global(self, generators: Generators, dropout_rate: float | None) -> Iterator[PassMode | None]:
         one, *others = (generators,) if isinstance(generators, torch.Generator) else generators
         if others:
             reason = self.torch_stream or self.python_streams
             raise RuntimeError(f"{1 + len(others)} draws cannot be made in one pass: {reason}.")
+        if self.torch_stream and dropout_rate is not None:
+            raise ValueError(
+                f"dropout_rate cannot be {dropout_rate} here, it must be None: {self.torch_stream}, and would do so at "
+                "the model's own rates. Switch gradient checkpointing off, or change the rates in the model."
+            )
         seed = int(torch.empty((), dtype=torch.int64, device=one.device).random_(generator=one))
-        own: Generators = () if self.torch_stream else one
-        with global_streams(seed, torch_too=bool(self.torch_stream)), pass_noise(own, dropout_rate):
-            yield
+        with global_streams(seed, torch_too=bool(self.torch_stream)):
+            if self.torch_stream:  # what is computed again is not seen by a mode: it must be torch's own dropout twice
+                with drawing_from(()):
+                    yield None
+            else:
+                with pass_noise(one, dropout_rate) as mode:
+                    yield mode
 
 
 TRIAL = 0x5EED_0F_A_7121A1  # a seed that no model is likely to use for a generator of its own
@@ -127,7 +152,7 @@ def find_randomness(
     generator = torch.Generator(device).manual_seed(TRIAL)
     watch, mode, python = _Watch(generator), PassMode(), _python_states()
     grad = backward or torch.is_grad_enabled()
-    with _restored(module), torch.set_grad_enabled(grad), drawing_from(generator, dropout_rate), watch, mode:
+    with restored(module), torch.set_grad_enabled(grad), drawing_from(generator, dropout_rate), watch, mode:
         outputs = _tensors(call())
         if backward:
             watch.in_backward = True
@@ -154,6 +179,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        parts = in_parts(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         if draws_numbers(func):
             given = bound(func, args, kwargs)
             if in_training(func, given):
@@ -186,7 +214,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
 def _total(outputs: list[Tensor]) -> Tensor:
@@ -197,20 +225,30 @@ def _total(outputs: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Buffers and gradients as before, the latter by identity: they may be views of a vector."""
+def restored(module: nn.Module) -> Iterator[None]:
+    """Buffers and gradients as before, the latter by identity: they may be views of a vector.
+
+    Gradients of the pass are thrown away one by one, so that they never take the memory of all weights.
+    """
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    gradients = [(p, p.grad) for p in module.parameters()]
+    gradients = [(p, p.grad) for p in module.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(_forget) for p, _ in gradients]
     try:
         for p, _ in gradients:
             p.grad = None
         yield
     finally:
+        for handle in handles:
+            handle.remove()
         for p, grad in gradients:
             p.grad = grad
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _python_states() -> dict[str, Any]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesformer.attention import Edges, GraphAttention, Softmax
-from bayesformer.attention.core import Dropout
-from bayesformer.attention.edges import Rows
+from bayesformer.attention.edges import CompressedRows
+from bayesformer.attention.multi_head import Dropout
 from bayesformer.attention.ranges import check_positive, check_rate
 
 
@@ -67,16 +67,6 @@ class GraphAttentionNetwork(nn.Module):
         masks of the data say which of them count. Features of such a graph can be compressed rows: with `columns`
         and `starts`, `x` holds those that are not 0; see `data.graphs.compressed_rows`.
         """
-        return self.outputs_and_kl(x, edge_index, columns, starts)[0]
-
-    def outputs_and_kl(
-        self,
-        x: Any,
-        edge_index: Tensor | None = None,
-        columns: Tensor | None = None,
-        starts: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The outputs, and the KL of the graph, (1,)."""
         if edge_index is None:
             x, edge_index = parts_of(x)
         if columns is not None and starts is not None:
@@ -87,16 +77,15 @@ class GraphAttentionNetwork(nn.Module):
         nodes, index = (x[None], edge_index) if single else (x, one_graph(x, edge_index))
         if nodes.shape[-1] != self.features:
             raise ValueError(f"x must have {self.features} features per node; got {tuple(x.shape)}.")
-        out, kl = self._through(self.dropout(nodes), Edges.of(index, nodes.shape[-2], self.self_loops))
-        return out.squeeze(-3) if single else out, kl
+        out = self._through(self.dropout(nodes), Edges.of(index, nodes.shape[-2], self.self_loops))
+        return out.squeeze(-3) if single else out
 
-    def _through(self, nodes: Tensor | Rows, edges: Edges) -> tuple[Tensor, Tensor]:
-        """All layers, from nodes with dropout."""
-        out, owed = self.layers[0](nodes, edges)
+    def _through(self, nodes: Tensor | CompressedRows, edges: Edges) -> Tensor:
+        """(1, N, C): all layers one after the other, from nodes that dropout has been applied to."""
+        out: Tensor = self.layers[0](nodes, edges)
         for layer in self.layers[1:]:
-            out, kl = layer(self.dropout(F.elu(out)), edges)
-            owed = owed + kl
-        return out, owed
+            out = layer(self.dropout(F.elu(out)), edges)
+        return out
 
 
 def parts_of(graph: Any) -> tuple[Tensor, Tensor]:
@@ -107,14 +96,14 @@ def parts_of(graph: Any) -> tuple[Tensor, Tensor]:
     return x, edge_index
 
 
-def one_list(values: Tensor, columns: Tensor, starts: Tensor) -> Rows:
+def one_list(values: Tensor, columns: Tensor, starts: Tensor) -> CompressedRows:
     """The compressed rows of a batch of one graph."""
     if values.dim() != 2 or len(values) != 1 or values.shape != columns.shape or starts.dim() != 2 or len(starts) != 1:
         raise ValueError(
             "x, columns and starts must be (1, Z), (1, Z) and (1, N + 1) for compressed rows; "
             f"got {tuple(values.shape)}, {tuple(columns.shape)} and {tuple(starts.shape)}."
         )
-    return Rows(values[0], columns[0], starts[0])
+    return CompressedRows(values[0], columns[0], starts[0])
 
 
 def one_graph(x: Tensor, edge_index: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.core import Linear
+from bayesformer.attention.multi_head import Linear
 from bayesformer.attention.ranges import check_positive
 from bayesformer.models.transformer import Encoder
 
@@ -30,14 +30,9 @@ class FeatureTransformer(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """From (B, F) to (B, 2 outputs): the means, then the scales before softplus."""
-        return self.outputs_and_kl(inputs)[0]
-
-    def outputs_and_kl(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs, and the KL of each example, (B,)."""
         # √D as in `Regressor`: without it a value is drowned by its position.
         tokens = math.sqrt(self.encoder.dim) * self.embedding(self.rows(inputs))  # (B, 1 + F, D)
-        x, kl = self.encoder.outputs_and_kl(tokens)
-        return self.projection(x[:, 0]), kl
+        return self.projection(self.encoder(tokens)[:, 0])
 
     def rows(self, inputs: Tensor) -> Tensor:
         """(B, 1 + F, 1 + 2F): what the linear map makes tokens of."""

@@ -1,8 +1,7 @@
 """A transformer encoder to read top to bottom, and three models on it.
 
 Pre-norm blocks, GELU, a final LayerNorm. What attention weights follow is a part: `family` builds one per
-block. A model's `forward` gives outputs only; `outputs_and_kl` also gives each example's KL, summed over
-blocks, which is 0 unless a family is stochastic.
+block. `attention_kl(model)` gives the KL of each example in the latest pass where a family is stochastic.
 
 Letters: B batch, T positions, D width, C classes.
 """
@@ -16,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bayesformer.attention.core import Attention, Linear, Softmax
+from bayesformer.attention.multi_head import Dropout, Linear, MultiHeadAttention, Softmax
 from bayesformer.attention.ranges import check_positive, check_rate
 from bayesformer.core.errors import unknown_name
 
 
-def sinusoids(length: int, dim: int) -> Tensor:
+def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
     """(length, dim): the positions of Vaswani et al. (2017), section 3.5.
 
     P[t, 2i] = sin(t / 10000^(2i/dim)),   P[t, 2i + 1] = cos(t / 10000^(2i/dim))
     """
-    rates = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10_000) / dim))
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates  # (length, dim / 2, rounded up)
+    rates = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64, device=device) * (-math.log(10_000) / dim))
+    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * rates  # (length, dim / 2, rounded up)
     table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
     return table[:, :dim].to(torch.get_default_dtype())
 
@@ -45,7 +44,7 @@ class SinusoidalPositions(nn.Module):
         """(B, T, D), each position marked."""
         length, dim = x.shape[-2:]
         known = length <= len(self.table)
-        return x + (self.table[:length] if known else sinusoids(length, dim).to(self.table))
+        return x + (self.table[:length] if known else sinusoids(length, dim, self.table.device).to(self.table))
 
 
 class LearnedPositions(nn.Module):
@@ -102,14 +101,13 @@ class Block(nn.Module):
     def __init__(self, dim: int, heads: int, hidden: int, dropout: float, family: nn.Module) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attention, self.mlp = Attention(dim, heads, family), Mlp(dim, hidden)
-        self.attention_dropout, self.mlp_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.attention, self.mlp = MultiHeadAttention(dim, heads, family), Mlp(dim, hidden)
+        self.attention_dropout, self.mlp_dropout = Dropout(dropout), Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, D) and the KL of each example, (B,)."""
-        attended, kl = self.attention(self.attention_norm(x), mask)
-        x = x + self.attention_dropout(attended)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x))), kl
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """From (B, T, D) to (B, T, D), attending where `mask` allows."""
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), mask))
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Encoder(nn.Module):
@@ -149,29 +147,24 @@ class Encoder(nn.Module):
         if positions not in POSITIONS:
             raise unknown_name("positions", positions, POSITIONS)
         self.dim, self.causal = dim, causal
-        self.positions, self.dropout = POSITIONS[positions](dim, max_length), nn.Dropout(dropout)
+        self.positions, self.dropout = POSITIONS[positions](dim, max_length), Dropout(dropout)
         self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.register_buffer("visible", visible_keys(max_length, causal), persistent=False)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The encoded positions; `valid` (B, T) is nonzero where a position is no padding."""
-        return self.outputs_and_kl(x, valid)[0]
-
-    def outputs_and_kl(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The encoded positions (B, T, D) and the KL of each example, summed over blocks, (B,)."""
+        """The encoded positions (B, T, D); `valid` (B, T) is nonzero where a position is no padding."""
         mask = self.mask(x.shape[-2], valid)
-        x, total = self.dropout(self.positions(x)), x.new_zeros(x.shape[0])
+        x = self.dropout(self.positions(x))
         for block in self.blocks:
-            x, kl = block(x, mask)
-            total = total + kl
-        return self.norm(x), total
+            x = block(x, mask)
+        return self.norm(x)
 
     def mask(self, length: int, valid: Tensor | None) -> Tensor:
         """What may be attended to, broadcasting to (B, H, T, S) with S always written out."""
         table = self.visible
         if length > table.shape[-1]:
-            table = visible_keys(length, self.causal).to(table.device)
+            table = visible_keys(length, self.causal, table.device)
         table = table[..., :length, :length]  # (1, 1, T or 1, S)
         if valid is None:
             return table
@@ -180,11 +173,11 @@ class Encoder(nn.Module):
         return table & kept[:, :, None, :] & kept[..., None]
 
 
-def visible_keys(length: int, causal: bool) -> Tensor:
+def visible_keys(length: int, causal: bool, device: torch.device | None = None) -> Tensor:
     """(1, 1, T, S): every key up to the query's own position; or (1, 1, 1, S): every key."""
     if causal:
-        return torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-    return torch.ones(1, 1, 1, length, dtype=torch.bool)
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+    return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
 
 
 class Regressor(nn.Module):
@@ -198,15 +191,10 @@ class Regressor(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """From (B, T, inputs) to (B, T, 2 outputs): the means, then the scales before softplus."""
-        return self.outputs_and_kl(inputs)[0]
-
-    def outputs_and_kl(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs, and the KL of each example, (B,)."""
         # √D as for token embeddings in Vaswani et al. (2017), section 3.4. Without it a value is drowned by its
         # position, and a function that varies fast in the value is never found.
         values = math.sqrt(self.encoder.dim) * self.embedding(inputs)
-        x, kl = self.encoder.outputs_and_kl(values)
-        return self.projection(x), kl
+        return self.projection(self.encoder(values))
 
 
 class _OfTokens(nn.Module):
@@ -220,12 +208,8 @@ class _OfTokens(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """From (B, T) to logits. `attention_mask` (B, T) is 0 at padding."""
-        return self.outputs_and_kl(input_ids, attention_mask)[0]
-
-    def outputs_and_kl(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The outputs, and the KL of each example, (B,)."""
-        x, kl = self.encoder.outputs_and_kl(self.embedding(input_ids), attention_mask)
-        return self.projection(self.read(x, attention_mask)), kl
+        x = self.encoder(self.embedding(input_ids), attention_mask)
+        return self.projection(self.read(x, attention_mask))
 
     def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """What the logits are read off."""

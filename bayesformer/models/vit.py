@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from bayesformer.attention.core import Linear, Softmax
+from bayesformer.attention.multi_head import Linear, Softmax
 from bayesformer.attention.ranges import check_positive
 from bayesformer.models.transformer import Encoder
 
@@ -53,14 +53,10 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """From (B, channels, H, W) to (B, C)."""
-        return self.outputs_and_kl(images)[0]
-
-    def outputs_and_kl(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs, and the KL of each example, (B,)."""
         if images.shape[1:] != self.image_shape:
             raise ValueError(f"images must have shape (B, {_list(self.image_shape)}); got ({_list(images.shape)}).")
-        x, kl = self.encoder.outputs_and_kl(self.embedding(patches(images, self.patch_size)))
-        return self.projection(x.mean(-2)), kl
+        x = self.encoder(self.embedding(patches(images, self.patch_size)))
+        return self.projection(x.mean(-2))
 
 
 def patches(images: Tensor, size: int) -> Tensor:

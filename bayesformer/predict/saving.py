@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from bayesformer import likelihoods
-from bayesformer.attention import describe_families, install_described
+from bayesformer.attention import AttentionFamily, describe_families, install_described
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.seeds import stream
 from bayesformer.core.storage import checksum, read_json, read_tensors, write_json, write_tensors
+from bayesformer.core.types import Params
 from bayesformer.laws import from_tensors
 from bayesformer.layers.preparation import Preparation
 from bayesformer.model.admission import unwrap
@@ -31,21 +32,24 @@ PLAIN = ("noisy_draws", "dropout_rate", "default_draws", "predictive", "link")
 
 def save(posterior: Posterior, folder: Path) -> Path:
     """Write both files; the JSON comes last, so that a folder without it is a save that did not finish."""
-    tensors = {**posterior.law.tensors(), **{f"frozen.{name}": p for name, p in posterior.frozen.items()}}
-    write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
+    model, infer = unwrap(posterior.model), posterior.infer
+    frozen = {**_frozen_in_families(model, infer), **posterior.frozen}
+    tensors = {**posterior.law.tensors(), **{f"frozen.{name}": p for name, p in frozen.items()}}
     facts = {
         "format": FORMAT,
         "version": __version__,
         "likelihood": likelihoods.to_json(posterior.likelihood),
         "space": posterior.space.to_json(),
-        "infer": list(posterior.infer),
+        "infer": list(infer),
         "preparation": posterior.preparation.to_json(),
-        "attention": describe_families(posterior.model),
+        "attention": describe_families(model),
+        "prepared_attention": describe_families(_prepared(model, infer, posterior.preparation)),
         "held": list(posterior.held),
         **{name: getattr(posterior, name) for name in PLAIN},
-        "base": frozen_fingerprint(posterior.model, posterior.infer, posterior.frozen),
+        "base": base_fingerprint(model, {*infer, *frozen}),
         "facts": dict(posterior.facts),
     }
+    write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
     write_json(folder / FACTS, {**facts, "checksum": _sum(tensors, facts)})
     return folder
 
@@ -62,11 +66,11 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     if saved.pop("checksum", None) != _sum(tensors, saved):
         raise DamagedFileError(f"posterior {folder} was altered: its checksum differs.")
     frozen = {k.removeprefix("frozen."): v for k, v in tensors.items() if k.startswith("frozen.")}
-    base = _with_attention(unwrap(model), saved["attention"], folder)
     preparation, space = Preparation.from_json(saved["preparation"]), Space.from_json(saved["space"])
     infer = tuple(saved["infer"])
-    _check_fits(folder, base, space, infer, preparation)
-    if saved["base"] != frozen_fingerprint(model, infer, frozen):
+    base = _with_attention(unwrap(model), saved["attention"], infer, folder)
+    _check_fits(folder, base, space, infer, preparation, saved["prepared_attention"])
+    if saved["base"] != base_fingerprint(base, {*infer, *frozen}):
         raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
     device = dict(base.named_parameters())[infer[0]].device
     law = from_tensors({k: v.to(device) for k, v in tensors.items() if not k.startswith("frozen.")})
@@ -84,24 +88,33 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def frozen_fingerprint(model: nn.Module, infer: tuple[str, ...], replaced: Mapping[str, Tensor]) -> str:
-    """A hash of the weights that are not inferred: draws for one base model are wrong on another."""
-    inferred, own = set(infer), dict(unwrap(model).named_parameters())
-    families = set(describe_families(model))
-    return checksum(
-        {
-            name: replaced.get(name, p)
-            for name, p in own.items()
-            if name not in inferred and not any(name.startswith(f"{site}.") and "family" in name for site in families)
-        }
-    )
+def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
+    """A hash of the weights that a file does not hold: draws for one base model are wrong on another."""
+    return checksum({name: p for name, p in model.named_parameters() if name not in in_file})
+
+
+def _frozen_in_families(model: nn.Module, infer: tuple[str, ...]) -> Params:
+    """Weights of stochastic attention that are not inferred, by name: a plain model does not have them."""
+    found = {
+        f"{where}.{name}" if where else name: p.detach()
+        for where, module in model.named_modules()
+        if isinstance(module, AttentionFamily)
+        for name, p in module.named_parameters()
+    }
+    return {name: p for name, p in found.items() if name not in infer}
+
+
+def _prepared(model: nn.Module, infer: tuple[str, ...], preparation: Preparation) -> nn.Module:
+    """A private tree of the model with everything that its passes need; what is drawn at random here is not used."""
+    with stream(0, "preparation"):
+        return preparation(shadow(model, infer))
 
 
 def _sum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
     return checksum(tensors, json.dumps(facts, sort_keys=True, default=str))
 
 
-def _with_attention(model: nn.Module, saved: Mapping[str, Any], folder: Path) -> nn.Module:
+def _with_attention(model: nn.Module, saved: Mapping[str, Any], infer: tuple[str, ...], folder: Path) -> nn.Module:
     """The model if its stochastic attention is that of the file; a private tree with it if the model has none."""
     own = describe_families(model)
     if own == saved:
@@ -111,22 +124,40 @@ def _with_attention(model: nn.Module, saved: Mapping[str, Any], folder: Path) ->
             f"posterior {folder} belongs to another model: it has stochastic attention {saved or 'nowhere'} in the "
             f"file and {own} in the model."
         )
-    with stream(0, "preparation"):
-        return install_described(shadow(model), saved)
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()]
+    try:
+        with stream(0, "preparation"):
+            return install_described(shadow(model, [name for name in names if name in infer] or names[:1]), saved)
+    except ValueError as error:
+        raise DamagedFileError(f"posterior {folder} belongs to another model: {error}") from error
 
 
-def _check_fits(folder: Path, model: nn.Module, space: Space, infer: tuple[str, ...], preparation: Preparation) -> None:
+def _check_fits(
+    folder: Path,
+    model: nn.Module,
+    space: Space,
+    infer: tuple[str, ...],
+    preparation: Preparation,
+    attention: Mapping[str, Any],
+) -> None:
+    """Raise unless the prepared model has the weights and the stochastic attention of the file."""
     names = dict(model.named_parameters(remove_duplicate=False))
     missing = next((name for name in infer if name not in names), None)
     if missing is not None:
         raise DamagedFileError(f"posterior {folder} belongs to another model: it infers {missing!r}, which is absent.")
     try:
-        with stream(0, "preparation"):
-            here = Space.of(preparation(shadow(model, infer)))
+        prepared = _prepared(model, infer, preparation)
+        here = Space.of(prepared)
     except (ValueError, AttributeError) as error:
         raise DamagedFileError(f"posterior {folder} belongs to another model: {error}") from error
     if here != space:
         raise DamagedFileError(f"posterior {folder} belongs to another model: {_difference(space, here)}.")
+    own = describe_families(prepared)
+    if own != attention:
+        raise DamagedFileError(
+            f"posterior {folder} belongs to another model: its method gives it stochastic attention "
+            f"{attention or 'nowhere'} in the file and {own or 'nowhere'} here."
+        )
 
 
 def _difference(there: Space, here: Space) -> str:
@@ -148,6 +179,12 @@ def _first_format(folder: Path, saved: dict[str, Any], model: nn.Module) -> dict
         raise DamagedFileError(
             f"posterior {folder} was made by version {saved.get('version', '0.1.0')} for another model, or for one that "
             "its method wrapped (mean_field, concrete_dropout, attention): load it with that version, or fit again."
+        )
+    method = saved["facts"].get("method", {}).get("name")
+    if method in ("attention", "combined") and not describe_families(model):
+        raise DamagedFileError(
+            f"posterior {folder} was made by version {saved.get('version', '0.1.0')} with stochastic attention, which "
+            "files of that version do not describe: install it in the model as it was, or fit again."
         )
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     if saved["frozen"] != checksum(frozen):

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from bayesformer.core.draws import gamma_of, normal_like, uniform_like
+
 
 class Distribution(Protocol):
     """A law of one weight, applied elementwise."""
@@ -47,12 +49,6 @@ def _check_scale(name: str, scale: float) -> None:
         raise ValueError(f"{name}.scale must be positive and finite; got {scale}.")
 
 
-def _uniform(like: Tensor) -> Tensor:
-    """Uniform on the open interval (0, 1): an exact 0 would become an infinite quantile."""
-    eps = torch.finfo(like.dtype).eps
-    return torch.rand_like(like).clamp(eps / 2, 1 - eps / 2)
-
-
 @dataclass(frozen=True)
 class Normal:
     """N(loc, scale²)."""
@@ -74,7 +70,7 @@ class Normal:
 
     def sample(self, like: Tensor) -> Tensor:
         """Location plus scaled standard normals."""
-        return self.loc + self.scale * torch.randn_like(like)
+        return self.loc + self.scale * normal_like(like)
 
 
 @dataclass(frozen=True)
@@ -107,8 +103,8 @@ class StudentT:
     def sample(self, like: Tensor) -> Tensor:
         """z / √λ with λ ~ Gamma(ν/2, rate ν/2)."""
         shape = torch.full_like(like, 0.5 * self.df)
-        precision = torch._standard_gamma(shape) / (0.5 * self.df)
-        return self.loc + self.scale * torch.randn_like(like) * precision.rsqrt()
+        precision = gamma_of(shape) / (0.5 * self.df)
+        return self.loc + self.scale * normal_like(like) * precision.rsqrt()
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class Laplace:
 
     def sample(self, like: Tensor) -> Tensor:
         """Inverse CDF of a uniform."""
-        u = _uniform(like) - 0.5
+        u = uniform_like(like) - 0.5
         return self.loc - self.scale * u.sign() * torch.log1p(-2 * u.abs())
 
 
@@ -157,7 +153,7 @@ class Cauchy:
 
     def sample(self, like: Tensor) -> Tensor:
         """Inverse CDF of a uniform."""
-        return self.loc + self.scale * torch.tan(math.pi * (_uniform(like) - 0.5))
+        return self.loc + self.scale * torch.tan(math.pi * (uniform_like(like) - 0.5))
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ class Logistic:
 
     def sample(self, like: Tensor) -> Tensor:
         """Inverse CDF of a uniform: its logit."""
-        return self.loc + self.scale * torch.logit(_uniform(like))
+        return self.loc + self.scale * torch.logit(uniform_like(like))
 
 
 FAMILIES: dict[str, type[Distribution]] = {
