@@ -89,6 +89,8 @@ class Sampler:
         known: dict[Any, Any] | None = None,
     ) -> None:
         check_strategy(strategy)
+        if strategy == "processes":
+            raise ValueError(f"strategy must be 'auto', 'looped' or 'batched' for predictions; got {strategy!r}.")
         self.shell, self.how, self.count = shell, how, count
         self.known = {} if known is None else known  # findings of earlier trials on the same model
         self.random = self._found(("randomness", how.noisy, how.attention), lambda: how.randomness(shell, few))
