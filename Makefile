@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo test lint types imports unit bench clean help
 
 help:
-	@echo "make demo   train the first methods on small data and write demo/report.html (a few minutes)"
+	@echo "make demo   train seven methods on small data and write demo/report.html (a few minutes)"
 	@echo "make test   lint, types, import direction and tests"
 	@echo "make bench  speed, as ratios; writes bench.json"
 	@echo "make clean  remove the environment and everything generated"
