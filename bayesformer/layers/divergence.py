@@ -20,8 +20,8 @@ def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int 
         ELBO / N = mean_n [log p(y_n | x_n) - KL_n(attention)] - KL(weights) / N
 
     With `num_data`, N, the answer is what to subtract from the log-likelihood of an example, whatever is random:
-    KL_n(attention) + KL(weights) / N, (B,), or () if no attention is. `bayesformer.loss` adds it to a loss as it must be,
-    for losses per token, too. Without N, it is KL_n(attention), (B,), or all of KL(weights), ().
+    KL_n(attention) + KL(weights) / N, (B,), or () if no attention is. `bayesformer.loss` adds it to a loss, also to one
+    per token. Without N, it is KL_n(attention), (B,), or all of KL(weights), ().
 
     The KL of weights counts variational weights and the regularisers of concrete dropout; where it has no closed form
     it is estimated from the draw of the latest forward pass. That of attention is of the latest forward pass, in
