@@ -38,9 +38,9 @@ from bayesformer.methods import (
     Swag,
     Vi,
 )
-from bayesformer.network import log_joint
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
+from bayesformer.train.log_joint import log_joint
 from bayesformer.train.loss import loss
 from bayesformer.train.training import Training
 from bayesformer.version import __version__

@@ -266,11 +266,12 @@ class Posterior:
 
     def _plan(self, count: int, seed: int) -> DrawPlan:
         noisy = bool(self.noisy_draws)
-        attention = not noisy and count > 1 and self._has_families  # one draw alone is its mean attention
+        attention = not noisy and count > 1 and self.has_stochastic_attention  # one draw alone is its mean attention
         return DrawPlan(self.law, noisy, attention, seed, self.dropout_rate, self.held)
 
     @cached_property
-    def _has_families(self) -> bool:
+    def has_stochastic_attention(self) -> bool:
+        """Whether the prepared model draws attention weights."""
         with self.shells.borrow() as shell:
             return bool(families(shell.module))
 

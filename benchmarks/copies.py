@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesformer as bf
-from bayesformer.bench.memory import peak_of_process
+from bayesformer.bench.peak_memory import peak_of_process
 from bayesformer.methods import METHODS, build_method
 from benchmarks.harness import Memory
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from bayesformer.bench.memory import PeakMemory
+from bayesformer.bench.peak_memory import PeakMemory
 
 WIDTH, LONGEST = 70, 160  # columns of a name, letters of a reason
 

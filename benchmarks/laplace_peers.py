@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bayesformer.data import Data
 from bayesformer.likelihoods import Categorical, Gaussian, Likelihood
-from bayesformer.network import trainable
 from benchmarks.harness import Comparison
+from tests.curvature_zoo import inferred
 
 Build = Callable[[], nn.Module]
 BACKENDS = {"ggn": ("CurvlinopsGGN", "AsdlGGN"), "mc": ("CurvlinopsGGN",), "fisher": ("CurvlinopsEF", "AsdlEF")}
@@ -153,7 +153,7 @@ def _laplace_fit(
 def _posteriors_fit(problem: Problem, model: nn.Module, kind: str, count: int) -> Any:
     import posteriors
 
-    params, log_prob = trainable(model), problem.likelihood.log_prob
+    params, log_prob = inferred(model), problem.likelihood.log_prob
     x, y = problem.tensors(count)
 
     def forward(values: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ def _posteriors_predict(problem: Problem) -> Predictor:
         import posteriors
 
         model = problem.build().eval()
-        params = trainable(model)
+        params = inferred(model)
         return posteriors.linearized_forward_diag(
             lambda values, batch: (functional_call(model, values, (batch,)), NOTHING),
             params,

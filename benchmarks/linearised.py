@@ -14,7 +14,8 @@ from bayesformer.data import Data
 from bayesformer.laplace.method import laplace
 from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.likelihoods import Categorical, Likelihood
-from bayesformer.network import Layout, apply
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
 from benchmarks.harness import Comparison
 from benchmarks.laplace_peers import Problem, predictions
@@ -81,16 +82,16 @@ def compare(name: str, work: Work, law: str, budget: float) -> Comparison:
 def law_of(work: Work, law: str) -> gaussian | GaussianLaw:
     """A Gaussian over the weights whose names match, or a Laplace posterior of Kronecker factors."""
     model, likelihood, data = work
-    layout = Layout.of(model)
+    space = Space.of(model)
     if law in {"kron", "last_layer"}:
         subset = "*" if law == "kron" else "projection.*"
         settings = {"structure": "kron", "subset": subset, "prior_precision": 1.0, "progress": False}
         found = laplace(model, data, likelihood=likelihood, **settings)
-        assert isinstance(found.weights, GaussianLaw)
-        return found.weights
-    mean = layout.pack(dict(model.named_parameters()))
+        assert isinstance(found.law, GaussianLaw)
+        return found.law
+    mean = space.pack(dict(model.named_parameters()))
     sd = torch.zeros_like(mean)
-    for name, part in layout.views(sd).items():
+    for name, part in space.views(sd).items():
         if law == "*" or name.startswith(law.rstrip("*")):
             part.fill_(0.01)
     return gaussian(mean, sd)

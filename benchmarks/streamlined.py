@@ -10,7 +10,8 @@ from torch import nn
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import Inputs
 from bayesformer.laws import gaussian
-from bayesformer.network import Layout, apply
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
 from bayesformer.predict.streamlined import Streamlined, streamlined_outputs
 from benchmarks.harness import Comparison
@@ -30,7 +31,7 @@ def comparisons() -> Iterator[Comparison]:
 
 def against_forward(label: str, model: nn.Module, inputs: Inputs, budget: float, rounds: int) -> Comparison:
     """The diagonal pass with everything prepared, as for many batches."""
-    predictor = Streamlined(model, Layout.of(model), _posterior(model))
+    predictor = Streamlined(model, Space.of(model), _posterior(model))
 
     def ours() -> None:
         with torch.no_grad():
@@ -42,11 +43,11 @@ def against_forward(label: str, model: nn.Module, inputs: Inputs, budget: float,
 def against_draws(label: str, build: Callable[[], nn.Module], inputs: Inputs) -> Comparison:
     """The diagonal pass, preparation included, over 50 draws of the same posterior: a tenth at most."""
     model = _model(build)
-    weights, layout = _posterior(model), Layout.of(model)
+    weights, space = _posterior(model), Space.of(model)
     posterior = Posterior(model, TASKS["digits"]().likelihood, weights)
     return Comparison(
         f"streamlined diagonal over 50 draws, {label}",
-        lambda: streamlined_outputs(model, layout, weights, inputs),
+        lambda: streamlined_outputs(model, space, weights, [inputs]),
         lambda: posterior.outputs(inputs, 50, workers=1, strategy="looped"),
         0.1,
         rounds=7,
@@ -73,5 +74,5 @@ def _gpt2() -> nn.Module:
 
 
 def _posterior(model: nn.Module) -> gaussian:
-    theta = Layout.of(model).pack(dict(model.named_parameters()))
+    theta = Space.of(model).pack(dict(model.named_parameters()))
     return gaussian(theta, torch.full_like(theta, 0.02))

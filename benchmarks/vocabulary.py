@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
-from bayesformer.bench.memory import peak_of_process
+from bayesformer.bench.peak_memory import peak_of_process
 from benchmarks.harness import Memory
 
 OUTPUTS, TEXTS, TOKENS = 49_152, 4, 64

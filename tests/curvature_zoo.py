@@ -6,11 +6,19 @@ from torch import nn
 
 from bayesformer.data import Data
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 from bayesformer.models import Encoder, Regressor, SequenceClassifier, Tagger, VisionTransformer
-from bayesformer.network import Layout, apply, trainable
 from tests.nets import Mlp, Tied
 
 N, T, V = 4, 5, 7
+
+
+def inferred(model):
+    """The weights that a posterior is over, by name."""
+    return {name: model.get_parameter(name) for name in Space.of(model).names}
+
+
 TINY = {
     "hidden_size": 4,
     "num_hidden_layers": 1,
@@ -116,7 +124,7 @@ def build(name):
     """(model, likelihood, data) in float64, seeded by the test."""
     model, likelihood, data = _build(name)
     model = model.double().eval()
-    for parameter in trainable(model).values():
+    for parameter in inferred(model).values():
         nn.init.normal_(parameter, std=0.6)  # gains of 1 and biases of 0 would hide mistakes
 
     def cast(x):
@@ -176,7 +184,7 @@ MODELS = POOLED + SEQUENCES
 def jacobian(model, batch):
     """(M, P): every output of one example after the other, by autograd."""
     outputs = apply(model, batch.inputs)
-    parameters = list(trainable(model).values())
+    parameters = list(inferred(model).values())
     rows = []
     for output in outputs.flatten():
         gradients = torch.autograd.grad(output, parameters, retain_graph=True, allow_unused=True)
@@ -187,7 +195,7 @@ def jacobian(model, batch):
 
 def ggn(model, likelihood, data):
     """Σ_n J_nᵀ Λ_n J_n, an example at a time."""
-    size = Layout.of(model).size
+    size = Space.of(model).size
     total = torch.zeros(size, size, dtype=torch.float64)
     for n in range(len(data)):
         batch = data.take(slice(n, n + 1))
@@ -211,8 +219,8 @@ def empirical(model, likelihood, data):
     for n in range(len(data)):
         batch = data.take(slice(n, n + 1))
         value = likelihood.log_prob(apply(model, batch.inputs), batch.targets, batch.mask).sum()
-        gradients = torch.autograd.grad(value, list(trainable(model).values()), allow_unused=True)
-        named = zip(trainable(model).values(), gradients, strict=True)
+        gradients = torch.autograd.grad(value, list(inferred(model).values()), allow_unused=True)
+        named = zip(inferred(model).values(), gradients, strict=True)
         row = torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in named])
         total = total + row.outer(row)
     return total

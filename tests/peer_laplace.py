@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import bayesformer as bf
 from bayesformer.laplace import estimate as curvature_of
-from bayesformer.network import apply
+from bayesformer.model.calling import apply
 from tests.curvature_zoo import assembled
 
 laplace = pytest.importorskip("laplace")

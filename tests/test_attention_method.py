@@ -323,9 +323,9 @@ def test_no_family_beats_the_oracle(name):
         ({"family": "dirichlet", "prior_location": 1.0}, "prior_location must be left out for dirichlet attention"),
         ({"prior": "contextual", "prior_location": 1.0}, "prior_location must be left out with a contextual prior"),
         ({"spread": -1.0}, "k must be positive and finite; got -1.0"),
-        ({"rho": 0.0}, "attention.rho is out of range; got 0.0"),
-        ({"draws": -1}, "attention.draws is out of range; got -1"),
-        ({"annealing": "cosine"}, "attention.annealing is out of range; got cosine"),
+        ({"rho": 0.0}, "attention.rho must be a number greater than 0; got 0.0"),
+        ({"draws": -1}, "attention.draws must be a whole number of at least 0; got -1"),
+        ({"annealing": "cosine"}, "attention.annealing must be one of 'none', 'linear', 'sigmoid'; got 'cosine'"),
     ],
 )
 def test_errors_name_argument_rule_and_value(settings, message):

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from bayesformer.bench.runner import METHODS
+from bayesformer.methods import METHODS
 from bayesformer.study import cold
 
 

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as xml
 import pytest
 
 from bayesformer import cli
-from bayesformer.bench.report.scale import without_outliers
-from bayesformer.study import cost
-from bayesformer.study.cost import Entry
+from bayesformer.bench.report.axis import without_outliers
+from bayesformer.study import prediction_cost
+from bayesformer.study.prediction_cost import CostEntry
 
 
 def result(method, quality, ms, seed=0, task="toy/m1", gap=True, **settings):
@@ -47,43 +47,43 @@ def results():
 
 
 def test_entries_are_told_apart_by_family_way_and_draws():
-    found = {cost.entry_of(r) for r in results()}
+    found = {prediction_cost.entry_of(r) for r in results()}
     assert found == {
-        Entry("mle"),
-        Entry("ensemble"),
-        *(Entry("laplace", "sampled", draws) for draws in (1, 10, 100)),
-        Entry("laplace", "linearised"),
-        Entry("laplace", "streamlined"),
-        Entry("laplace (structure=diag)", "linearised"),
-        Entry("mean_field", "sampled", 30),
+        CostEntry("mle"),
+        CostEntry("ensemble"),
+        *(CostEntry("laplace", "sampled", draws) for draws in (1, 10, 100)),
+        CostEntry("laplace", "linearised"),
+        CostEntry("laplace", "streamlined"),
+        CostEntry("laplace (structure=diag)", "linearised"),
+        CostEntry("mean_field", "sampled", 30),
     }
-    assert Entry("vi", "sampled", 1).label == "vi, sampled, 1 draw"
+    assert CostEntry("vi", "sampled", 1).label == "vi, sampled, 1 draw"
 
 
 def test_cost_is_in_multiples_of_the_mle_and_both_are_over_seeds():
-    places = cost.places([r for r in results() if r["task"] == "toy/m1"])
-    assert next(iter(places)) == Entry("mle")
+    places = prediction_cost.places([r for r in results() if r["task"] == "toy/m1"])
+    assert next(iter(places)) == CostEntry("mle")
     sampled = [(e.draws, places[e].cost.mean) for e in places if e.family == "laplace" and e.way == "sampled"]
     assert sampled == [(1, 1.0), (10, 10.0), (100, 100.0)]
-    ensemble = places[Entry("ensemble")]
+    ensemble = places[CostEntry("ensemble")]
     assert ensemble.cost.mean == 10.0
     assert ensemble.quality.mean == pytest.approx(-0.4)
     assert ensemble.quality.sd == pytest.approx(0.2 / 2**0.5)
     with pytest.raises(ValueError, match="results of toy/m1 must hold an MLE with its cost"):
-        cost.places([r for r in results() if r["method"] != "mle" and r["task"] == "toy/m1"])
+        prediction_cost.places([r for r in results() if r["method"] != "mle" and r["task"] == "toy/m1"])
 
 
 def test_quality_is_the_gap_where_there_is_an_oracle_and_else_the_primary_metric():
-    tasks = cost.by_task(results())
+    tasks = prediction_cost.by_task(results())
     assert list(tasks) == ["digits", "toy/m1"]
-    assert {name: cost.metric_of(found) for name, found in tasks.items()} == {
+    assert {name: prediction_cost.metric_of(found) for name, found in tasks.items()} == {
         "digits": "log_likelihood",
         "toy/m1": "oracle_gap",
     }
 
 
 def test_the_figure_shows_families_with_several_draws_and_plain_methods(tmp_path):
-    path = cost.figure(results(), tmp_path / "deep" / "cost.svg")
+    path = prediction_cost.figure(results(), tmp_path / "deep" / "cost.svg")
     text = path.read_text()
     xml.fromstring(text)
     for label in ("laplace, sampled", "laplace, linearised", "laplace, streamlined", "ensemble", "MLE", "digits"):
@@ -93,27 +93,27 @@ def test_the_figure_shows_families_with_several_draws_and_plain_methods(tmp_path
     assert text.count("stroke m") == 2  # one line of draws per panel
     assert text.count(">100</text>") >= 2
     with pytest.raises(ValueError, match="at least one result"):
-        cost.figure([], tmp_path / "none.svg")
+        prediction_cost.figure([], tmp_path / "none.svg")
 
 
 def test_many_panels_stand_in_rows(tmp_path):
     tasks = [f"toy/m{i}" for i in range(1, 6)]
     many = [{**r, "task": task} for r in results() if r["task"] == "toy/m1" for task in tasks]
-    picture = xml.fromstring(cost.figure(many, tmp_path / "cost.svg").read_text())
+    picture = xml.fromstring(prediction_cost.figure(many, tmp_path / "cost.svg").read_text())
     tops = [float(part.get("y")) for part in picture if part.tag.endswith("svg")]
     assert len(set(tops)) == 2
-    assert tops.count(min(tops)) == cost.COLUMNS
+    assert tops.count(min(tops)) == prediction_cost.COLUMNS
     assert float(picture.get("height")) > max(tops) + 250
 
 
 def test_the_table_has_everything():
-    lines = cost.table(results()).splitlines()
+    lines = prediction_cost.table(results()).splitlines()
     assert lines[0] == "| method | digits | toy/m1 |"
     assert len(lines) == 2 + 9
     row = next(line for line in lines if line.startswith("| laplace, sampled, 10 draws"))
     assert row.endswith("| 0.000 ± 0.141 (× 10) | 0.000 ± 0.141 (× 10) |")
     some = [r for r in results() if r["task"] == "toy/m1" or r["method"] != "ensemble"]
-    assert "| ensemble | – |" in cost.table(some)
+    assert "| ensemble | – |" in prediction_cost.table(some)
 
 
 def test_a_failed_run_does_not_flatten_the_rest():

@@ -7,9 +7,10 @@ from torch.nn import functional as F
 
 from bayesformer.jacobians import together
 from bayesformer.jacobians.capture import Capture, backpropagate, mismatches
-from bayesformer.jacobians.watch import Watch
-from bayesformer.network import apply, trainable
-from tests.curvature_zoo import MODELS, build
+from bayesformer.jacobians.watch import UseRecorder
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
+from tests.curvature_zoo import MODELS, build, inferred
 
 
 def summed(run, sites, gradients):
@@ -47,8 +48,8 @@ def test_sites_add_up_to_each_example_s_gradient(name):
     assert run.general == expected
     plain = apply(model, data.inputs)
     torch.testing.assert_close(run(data.inputs)[0], plain, rtol=1e-12, atol=1e-12)
-    assert all(p.requires_grad and p.grad is None for p in trainable(model).values())
-    assert {site.name for site in sites} <= set(trainable(model))
+    assert all(p.requires_grad and p.grad is None for p in inferred(model).values())
+    assert {site.name for site in sites} <= set(inferred(model))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,7 +142,7 @@ def test_each_norm_has_its_own_normalised_inputs(names):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p))
-    run, _ = check(model, torch.randn(4, 2, 3, dtype=torch.float64), Capture(model, names))
+    run, _ = check(model, torch.randn(4, 2, 3, dtype=torch.float64), Capture(model, Space.of(model).select(names)))
     assert run.general == {}
 
 
@@ -236,7 +237,7 @@ def test_a_site_that_is_missed_is_found_by_the_first_look(monkeypatch):
 def test_a_mistaken_axis_is_found():
     model, _, data = build("mlp")
     outputs, sites = Capture(model)(data.inputs[:3])
-    parameters = trainable(model)
+    parameters = inferred(model)
     assert mismatches(parameters, outputs, sites) == {}
     wrong = [site for site in sites if site.kind != "linear"]
     assert set(mismatches(parameters, outputs, wrong)) == {"net.0.weight", "net.3.weight"}
@@ -275,14 +276,14 @@ def test_use_that_depends_on_the_data_is_an_error():
         ValueError, match=r"parameter 'left.weight' is used by torch.nn.functional.linear in another way"
     ):
         Capture(model)(x)
-    check(model, x, Capture(model, general=list(trainable(model))))
+    check(model, x, Capture(model, general=list(inferred(model))))
 
 
 def test_only_some_parameters():
     model, _, data = build("vit")
     for p in (model.projection.bias,):
         p.requires_grad_(False)
-    run = Capture(model, ["encoder.norm.weight", "projection.weight"])
+    run = Capture(model, Space.of(model).select(["encoder.norm.weight", "projection.weight"]))
     outputs, sites = run(data.inputs)
     assert [site.name for site in sites] == ["encoder.norm.weight", "projection.weight"]
     # Nothing below the first followed layer is in the graph.
@@ -298,7 +299,7 @@ def test_only_some_parameters():
 
 def test_a_failing_forward_pass_leaves_the_model_as_it_was():
     model, _, data = build("vit")
-    run = Capture(model, ["projection.weight"])
+    run = Capture(model, Space.of(model).select(["projection.weight"]))
     with pytest.raises(ValueError, match="images must have shape"):
         run(data.inputs[:, :, :2])
     assert all(p.requires_grad for p in model.parameters())
@@ -314,7 +315,11 @@ def test_random_streams_are_left_alone():
 def test_encoder_fast_path_is_not_taken():
     layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).double().eval()
-    run, sites = check(model, torch.randn(3, 5, 4).double(), Capture(model, ["layers.1.self_attn.in_proj_weight"]))
+    run, sites = check(
+        model,
+        torch.randn(3, 5, 4).double(),
+        Capture(model, Space.of(model).select(["layers.1.self_attn.in_proj_weight"])),
+    )
     assert len(sites) == 1
     assert run.general == {}
 
@@ -339,9 +344,9 @@ def test_a_first_look_at_one_example_is_not_trusted_for_more():
 def test_errors():
     model = build("vit")[0]
     with pytest.raises(
-        ValueError, match="unknown trainable parameter 'projection.wight'. Did you mean 'projection.weight'"
+        ValueError, match="subset='projection.wight' matches no weight. Nearest names: projection.weight"
     ):
-        Capture(model, ["projection.wight"])
+        Capture(model, Space.of(model).select(["projection.wight"]))
     model.encoder.blocks[0].train()
     with pytest.raises(ValueError, match=r"eval mode.*got a model whose encoder.blocks.0 module is training"):
         Capture(model)
@@ -465,6 +470,6 @@ def test_faster_functions_take_what_those_they_stand_in_for_take():
         lambda: torch.matmul(a.detach(), b.detach(), out=torch.empty(3, 4, 2)),
         lambda: F.gelu(input=a, approximate="tanh"),
     ):
-        with Watch([], 3, {}):
+        with UseRecorder([], 3, {}):
             found = call()
         torch.testing.assert_close(found, call())

@@ -12,8 +12,9 @@ from bayesformer.jacobians import columns
 from bayesformer.laplace import estimate
 from bayesformer.laplace import low_rank_curvature as low_rank
 from bayesformer.laplace.dense_curvature import largest_variance
-from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
-from bayesformer.network import Layout, apply
+from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 from tests.curvature_zoo import MODELS, POOLED, assembled, build, empirical, ggn
 from tests.laws import assert_mean
 from tests.nets import Mlp
@@ -28,12 +29,12 @@ def close(found, expected, name=""):
 @pytest.mark.parametrize("name", MODELS)
 def test_gauss_newton_equals_its_definition(name):
     model, likelihood, data = build(name)
-    exact, layout = ggn(model, likelihood, data), Layout.of(model)
+    exact, space = ggn(model, likelihood, data), Space.of(model)
     diagonal = estimate(model, likelihood, data, "diag", kind="ggn", batch_size=3)
-    close(assembled(diagonal, layout.size).diagonal(), exact.diagonal(), name)
+    close(assembled(diagonal, space.size).diagonal(), exact.diagonal(), name)
     full = estimate(model, likelihood, data, "full", kind="ggn", batch_size=3)
-    assert full.places == (slice(0, layout.size),)
-    assert full.names == (layout.names,)
+    assert full.places == (slice(0, space.size),)
+    assert full.names == (space.names,)
     close(full.structures[0].dense(), exact, name)
 
 
@@ -53,8 +54,8 @@ def test_blocks_are_blocks_of_the_full_matrix(name):
     model, likelihood, data = build(name)
     exact = ggn(model, likelihood, data)
     blocks = estimate(model, likelihood, data, "block", kind="ggn", batch_size=3)
-    sizes = dict(zip(Layout.of(model).names, Layout.of(model).sizes, strict=True))
-    assert sum(blocks.names, ()) == Layout.of(model).names
+    sizes = dict(zip(Space.of(model).names, Space.of(model).sizes, strict=True))
+    assert sum(blocks.names, ()) == Space.of(model).names
     assert any(len(names) == 2 for names in blocks.names)
     for place, names, structure in zip(blocks.places, blocks.names, blocks.structures, strict=True):
         assert structure.size == sum(sizes[name] for name in names)
@@ -122,36 +123,36 @@ def test_largest_variance_is_smallest_curvature():
 @pytest.mark.parametrize("name", ["mlp", "bernoulli", "vit", "layer", "hf_vit"])
 def test_last_layer_in_closed_form_equals_the_general_way(name):
     model, likelihood, data = build(name)
-    exact, layout = ggn(model, likelihood, data), Layout.of(model)
+    exact, space = ggn(model, likelihood, data), Space.of(model)
     last = {"layer": "head.", "hf_vit": "classifier.", "vit": "projection."}.get(name, "net.3.")
-    full = estimate(model, likelihood, data, "full", kind="ggn", names="last_layer", batch_size=3)
+    full = estimate(model, likelihood, data, "full", kind="ggn", subset="last_layer", batch_size=3)
     assert full.names == ((f"{last}weight", f"{last}bias"),)
     place = full.places[0]
-    assert place.stop == layout.size
+    assert place.stop == space.size
     close(full.structures[0].dense(), exact[place, place])
-    diagonal = estimate(model, likelihood, data, "diag", kind="ggn", names=f"{last}*", batch_size=3)
+    diagonal = estimate(model, likelihood, data, "diag", kind="ggn", subset=f"{last}*", batch_size=3)
     close(torch.cat([s.values for s in diagonal.structures]), exact.diagonal()[place])
     whole = estimate(model, likelihood, data, "kron", kind="ggn", batch_size=3)
-    closed = estimate(model, likelihood, data, "kron", kind="ggn", names=f"{last}*", batch_size=3)
+    closed = estimate(model, likelihood, data, "kron", kind="ggn", subset=f"{last}*", batch_size=3)
     for structure, general in zip(closed.structures, whole.structures[-2:], strict=True):
         close(structure.dense(), general.dense())
 
 
 def test_last_layer_runs_no_backward_pass(monkeypatch):
     model, likelihood, data = build("vit")
-    estimate(model, likelihood, data, "diag", names="last_layer")
+    estimate(model, likelihood, data, "diag", subset="last_layer")
     monkeypatch.setattr(sys.modules["bayesformer.laplace.passes"], "backpropagate", None)
     for structure in ("diag", "kron", "full"):
-        estimate(model, likelihood, data, structure, names="last_layer")
+        estimate(model, likelihood, data, structure, subset="last_layer")
     with pytest.raises(TypeError):
-        estimate(model, likelihood, data, "diag", names="encoder.norm.*")
+        estimate(model, likelihood, data, "diag", subset="encoder.norm.*")
 
 
 def test_an_ignored_label_of_a_pooled_classifier_counts_nothing():
     model, likelihood, data = build("vit")
     ignored = Data(data.inputs, data.targets.index_fill(0, torch.tensor([1]), -100))
     rest = Data(data.inputs[[0, 2, 3]], data.targets[[0, 2, 3]])
-    for options in ({}, {"names": "last_layer"}):
+    for options in ({}, {"subset": "last_layer"}):
         for structure in ("diag", "full"):
             found = estimate(model, likelihood, ignored, structure, **options)
             expected = estimate(model, likelihood, rest, structure, **options)
@@ -236,9 +237,9 @@ def test_slices_of_a_parameter_apart_and_overlapping(second):
 
 def test_a_subset_by_pattern():
     model, likelihood, data = build("layer")
-    exact, layout = ggn(model, likelihood, data), Layout.of(model)
-    found = estimate(model, likelihood, data, "full", names=["*norm*", "head.bias"])
-    names = [name for name in layout.names if "norm" in name or name == "head.bias"]
+    exact, space = ggn(model, likelihood, data), Space.of(model)
+    found = estimate(model, likelihood, data, "full", subset=["*norm*", "head.bias"])
+    names = [name for name in space.names if "norm" in name or name == "head.bias"]
     assert found.names == (tuple(names),)
     index = found.places[0]
     close(found.structures[0].dense(), exact[index][:, index])
@@ -251,7 +252,7 @@ def test_frozen_parameters_have_no_place():
     model.encoder.requires_grad_(False)
     exact = ggn(model, likelihood, data)
     found = estimate(model, likelihood, data, "full")
-    assert len(exact) == found.structures[0].size == Layout.of(model).size
+    assert len(exact) == found.structures[0].size == Space.of(model).size
     close(found.structures[0].dense(), exact)
     assert not any(p.requires_grad for p in model.encoder.parameters())
 
@@ -326,7 +327,7 @@ def test_minibatches_do_not_matter(name, structure):
     one, some = (estimate(model, likelihood, data, structure, batch_size=size) for size in (1, 3))
     assert one.log_likelihood == pytest.approx(some.log_likelihood, rel=1e-9 if name != "llama" else 1e-5)
     assert one.num_data == some.num_data == len(data)
-    size = Layout.of(model).size
+    size = Space.of(model).size
     close(assembled(one, size), assembled(some, size), name)
 
 
@@ -363,9 +364,9 @@ def test_progress_is_told():
         ({"samples": 0}, "samples must be at least 1; got 0"),
         ({"rank": 0}, "rank must be at least 1; got 0"),
         ({"batch_size": -2}, "batch_size must be at least 1; got -2"),
-        ({"names": "net.1*"}, r"unknown trainable parameter or pattern 'net.1\*'"),
-        ({"names": ["net.0.weights"]}, "Did you mean 'net.0.weight'?"),
-        ({"general": ["other"]}, "unknown trainable parameter 'other'"),
+        ({"subset": "net.1*"}, r"subset='net.1\*' matches no weight"),
+        ({"subset": ["net.0.weights"]}, "Nearest names: net.0.weight"),
+        ({"general": ["other"]}, "unknown inferred parameter 'other'"),
     ],
 )
 def test_wrong_settings_are_named(options, message):

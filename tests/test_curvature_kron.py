@@ -12,7 +12,8 @@ from bayesformer.laplace import kronecker_curvature as kron
 from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, SketchFactor
 from bayesformer.laplace.structures import DiagonalCurvature, KroneckerCurvature
 from bayesformer.likelihoods import Categorical, Gaussian
-from bayesformer.network import Layout, apply
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 from tests.curvature_zoo import MODELS, N, T, assembled, build, ggn
 from tests.test_curvature_exact import close
 
@@ -113,7 +114,9 @@ def test_factors_of_a_transposed_weight():
 def test_keys_of_a_packed_weight_are_expanded():
     model, likelihood, data = build("layer")
     names = "layer.self_attn.in_proj_weight"
-    reduce, expand = (estimate(model, likelihood, data, "kron", names=names, approximation=a) for a in (None, "expand"))
+    reduce, expand = (
+        estimate(model, likelihood, data, "kron", subset=names, approximation=a) for a in (None, "expand")
+    )
     assert [place.stop - place.start for place in reduce.places] == [16, 16, 16]
     close(reduce.structures[1].dense(), expand.structures[0].dense()[16:32, 16:32])
     assert expand.structures[0].size == 48
@@ -185,7 +188,7 @@ def test_one_position_makes_both_equal():
 @pytest.mark.parametrize("kind", ["ggn", "fisher"])
 def test_more_padding_changes_nothing(name, kind, approximation):
     model, likelihood, data = build(name)
-    size = Layout.of(model).size
+    size = Space.of(model).size
     cut = {k: v[:, :4] for k, v in data.inputs.items()}  # learned positions of the tiny models end at 6
     labels = data.targets if data.targets.dim() == 1 else data.targets[:, :4]
     inputs = {k: torch.cat([v, torch.zeros_like(v[:, :2])], 1) for k, v in cut.items()}
@@ -200,7 +203,7 @@ def test_more_padding_changes_nothing(name, kind, approximation):
 
 def test_padding_by_the_mask_of_the_data():
     model, likelihood, data = build("regressor")
-    size = Layout.of(model).size
+    size = Space.of(model).size
     x, y, mask = (torch.cat([t, torch.zeros_like(t[:, :2])], 1) for t in (data.inputs, data.targets, data.mask))
     for structure in ("diag", "kron"):
         short = estimate(model, likelihood, data, structure, kind="ggn")
@@ -226,7 +229,7 @@ def test_an_embedding_is_frequencies_times_a_factor():
 
 def test_sampled_factors_are_unbiased():
     model, likelihood, data = build("vit")
-    exact = assembled(estimate(model, likelihood, data, "kron", kind="ggn"), Layout.of(model).size).diagonal()
+    exact = assembled(estimate(model, likelihood, data, "kron", kind="ggn"), Space.of(model).size).diagonal()
     many = assembled(estimate(model, likelihood, data, "kron", kind="mc", samples=600), len(exact)).diagonal()
     # Sums of squares over 600 draws of 4 examples: a relative error of about √(2 / 600) / √4 for the whole.
     assert (many.sum() / exact.sum() - 1).abs() < 6 * (2 / 600) ** 0.5

@@ -8,7 +8,7 @@ from torch.distributions import MultivariateNormal
 
 from bayesformer.laplace import (
     Groups,
-    Noise,
+    ObservationNoise,
     Quadratic,
     absorb,
     best_of,
@@ -46,7 +46,11 @@ def mode(x, y, d, sigma):
 def quadratic(x, y, theta, sigma, groups=None):
     fit = torch.distributions.Normal(x @ theta, sigma).log_prob(y).sum().item()
     return Quadratic(
-        (DenseCurvature(x.mT @ x / sigma**2),), (theta,), fit, groups or Groups(1, (0,)), noise=Noise(sigma, len(y))
+        (DenseCurvature(x.mT @ x / sigma**2),),
+        (theta,),
+        fit,
+        groups or Groups(1, (0,)),
+        noise=ObservationNoise(sigma, len(y)),
     )
 
 
@@ -95,7 +99,7 @@ def several():
     )
     groups = Groups(2, (0, torch.tensor([0, 0, 1, 1]), 1))
     deviations = tuple(torch.randn(s.size, dtype=F64) for s in structures)
-    return Quadratic(structures, deviations, -31.0, groups, noise=Noise(0.8, 20))
+    return Quadratic(structures, deviations, -31.0, groups, noise=ObservationNoise(0.8, 20))
 
 
 def test_groups_and_noise_give_the_dense_evidence_and_its_gradient():
@@ -253,8 +257,8 @@ def test_wrong_input_is_named():
         check_curvature([DiagonalCurvature(torch.tensor([-2.0, 1.0]))], ["b"])
     with pytest.raises(ValueError, match="log_likelihood must be finite; got nan"):
         Quadratic((), (), math.nan, Groups(1, ()))
-    with pytest.raises(ValueError, match="structure must have the form of the old block, Diagonal; got Dense"):
-        absorb(blocks()["diagonal"], DenseCurvature(positive(12)), num_old=1, num_new=1)
+    with pytest.raises(ValueError, match="a form that can be added to the old block, Kronecker; got Dense"):
+        absorb(blocks()["kronecker"], DenseCurvature(positive(12)), num_old=1, num_new=1)
     with pytest.raises(ValueError, match="structure must have the 12 weights of the old block; got 3"):
         absorb(blocks()["dense"], DenseCurvature(positive(3)), num_old=1, num_new=1)
     assert isinstance(blocks()["dense"], Dense)

@@ -50,7 +50,7 @@ def test_posterior_evidence_and_predictive_are_those_of_laplace_torch(kind, subs
         model, data, likelihood=likelihood_of(kind), structure=structure, prior_precision=D, curvature="ggn", **names
     )
     rtol, part = SINGLE if structure == "full" else 1e-9, slice(0, 31) if subset == "all" else HEAD
-    close(covariance(posterior.weights)[part, part], matrix(theirs.posterior_precision).inverse(), rtol)
+    close(covariance(posterior.law)[part, part], matrix(theirs.posterior_precision).inverse(), rtol)
     assert posterior.facts["log_evidence"] == pytest.approx(float(theirs.log_marginal_likelihood()), rel=1e-7)
     x = torch.randn(5, 3, dtype=F64)
     mean, spread = theirs._glm_predictive_distribution(x)
@@ -66,7 +66,7 @@ def test_a_temperature_does_to_ours_what_it_does_to_theirs():
     model, data = problem("classification")
     theirs = fitted(model, "classification", data, "kron", temperature=0.5)
     posterior = bf.laplace(model, data, likelihood="categorical", prior_precision=D, curvature="ggn", temperature=0.5)
-    close(covariance(posterior.weights), matrix(theirs.posterior_precision).inverse())
+    close(covariance(posterior.law), matrix(theirs.posterior_precision).inverse())
     assert posterior.facts["log_evidence"] == pytest.approx(float(theirs.log_marginal_likelihood()), rel=1e-9)
 
 
@@ -170,7 +170,7 @@ def test_diagonal_gauss_newton_and_linearised_variance_are_those_of_posteriors(k
     state, _ = laplace.update(laplace.init(dict(model.named_parameters())), (data.inputs, data.targets))
     precision = torch.cat([p.detach().flatten() for p in state.prec_diag.values()])
     posterior = bf.laplace(model, data, likelihood=likelihood, structure="diag", curvature="ggn", prior_precision=D)
-    close(posterior.weights.variance(), 1 / precision)
+    close(posterior.law.variance(), 1 / precision)
     x = torch.randn(5, 3, dtype=F64)
     sd = {name: p.rsqrt() for name, p in state.prec_diag.items()}
     _, root, _ = posteriors.linearized_forward_diag(

@@ -64,7 +64,7 @@ def test_the_diagonal_empirical_fisher_of_a_last_layer_is_zero():
     data = bf.Data(data.inputs, torch.randint(3, (20,)))
     theirs = fitted(model, "classification", data, "diag", "CurvlinopsEF", subset="last_layer")
     assert (theirs.H == 0).all()
-    found = estimate(model, "categorical", data, "diag", kind="fisher", names="last_layer")
+    found = estimate(model, "categorical", data, "diag", kind="fisher", subset="last_layer")
     exact = empirical(model, bf.Categorical(), data).diagonal()[16:]
     close(torch.cat([s.values for s in found.structures]), exact)
     assert (exact > 0).all()
@@ -75,7 +75,7 @@ def test_the_full_empirical_fisher_of_a_last_layer_fails_with_asdl():
     data = bf.Data(data.inputs, torch.randint(3, (20,)))
     with pytest.raises(RuntimeError, match="must match the size of tensor"):
         fitted(model, "classification", data, "full", "AsdlEF", subset="last_layer")
-    found = estimate(model, "categorical", data, "full", kind="fisher", names="last_layer")
+    found = estimate(model, "categorical", data, "full", kind="fisher", subset="last_layer")
     close(found.structures[0].dense(), empirical(model, bf.Categorical(), data)[16:, 16:])
 
 

@@ -13,11 +13,11 @@ from bayesformer.laplace.structures import (
     LowRankCurvature,
 )
 from bayesformer.laws import Dense, GaussianLaw, Samples, gaussian
+from bayesformer.model.calling import call
+from bayesformer.model.space import Space
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
 from bayesformer.models.vit import VisionTransformer
-from bayesformer.network import Layout, call
 from bayesformer.predict import linearised
-from bayesformer.predict.covariance_roots import times_root
 from bayesformer.predict.linearised import Linearised, linearised_outputs
 from tests.nets import Mlp, Normed, Tied
 
@@ -31,17 +31,17 @@ def positive(size):
 
 
 def mean_of(model):
-    return Layout.of(model).pack(dict(model.named_parameters()))
+    return Space.of(model).pack(dict(model.named_parameters()))
 
 
 def brute_force(model, inputs):
     """(B, outputs, P): the Jacobian of every example, by reverse mode over the whole batch."""
-    layout = Layout.of(model)
-    params = layout.views(mean_of(model))
+    space = Space.of(model)
+    params = space.views(mean_of(model))
     found = jacrev(lambda p: call(model, p, inputs))(params)
     outputs = call(model, params, inputs)
-    rows = torch.cat([found[n].reshape(outputs.numel(), -1) for n in layout.names], 1)
-    return outputs.detach(), rows.view(len(outputs), -1, layout.size)
+    rows = torch.cat([found[n].reshape(outputs.numel(), -1) for n in space.names], 1)
+    return outputs.detach(), rows.view(len(outputs), -1, space.size)
 
 
 def covariance_of(weights):
@@ -67,7 +67,7 @@ def check(model, inputs, weights, **options):
     model = model.double().eval()
     mean, rows = brute_force(model, inputs)
     cov = covariance_of(weights)
-    found = Linearised(model, Layout.of(model), weights)(inputs, **options)
+    found = Linearised(model, Space.of(model), weights)(inputs, **options)
     torch.testing.assert_close(found.mean, mean)
     width = mean.shape[-1] if mean.dim() > 1 else 1
     grouped = rows.unflatten(1, (-1, width))
@@ -76,7 +76,7 @@ def check(model, inputs, weights, **options):
     torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-9 * float(expected.abs().max()))
     assert not found.mean.requires_grad
     assert not found.diagonal.requires_grad
-    together, joint = Linearised(model, Layout.of(model), weights).joint(inputs)
+    together, joint = Linearised(model, Space.of(model), weights).joint(inputs)
     torch.testing.assert_close(together, mean)
     flat = rows.flatten(0, 1)
     torch.testing.assert_close(joint, flat @ cov @ flat.mT, rtol=1e-7, atol=1e-9 * float(expected.abs().max()))
@@ -104,7 +104,7 @@ def models():
 @pytest.mark.parametrize("name", models())
 def test_a_diagonal_law_on_every_kind_of_model(name):
     model, inputs = models()[name]
-    size = Layout.of(model).size
+    size = Space.of(model).size
     sd = torch.rand(size, dtype=F64)
     check(model, inputs, gaussian(mean_of(model.double()), sd))
 
@@ -121,8 +121,8 @@ def test_other_laws_of_gaussian_weights(parts):
 
 def blocks(model, kind):
     """One block per parameter: Kronecker for matrices and tables, `kind` for the others."""
-    layout, places, found, start = Layout.of(model), [], [], 0
-    for shape, size in zip(layout.shapes, layout.sizes, strict=True):
+    space, places, found, start = Space.of(model), [], [], 0
+    for shape, size in zip(space.shapes, space.sizes, strict=True):
         rows = shape[0]
         columns = size // rows
         if kind == "kronecker":
@@ -165,7 +165,7 @@ def test_blocks_on_transformers(name, kind):
 def test_triangular_products_leave_out_zeros_only():
     tril, rows = torch.randn(300, 300, dtype=F64).tril(), torch.randn(3, 2, 300, dtype=F64).transpose(0, 1)
 
-    torch.testing.assert_close(times_root(Dense(tril), rows), rows @ tril)
+    torch.testing.assert_close(Dense(tril).times_root(rows), rows @ tril)
 
 
 def test_a_convolution_and_a_transposed_weight():
@@ -190,14 +190,14 @@ def test_a_block_over_scattered_weights_of_several_layers():
     mean = mean_of(model.double())
     place = torch.randperm(len(mean))[:12]
     check(model, inputs, GaussianLaw(mean, (place,), (DenseCurvature(positive(12)).posterior(D),)))
-    size = Layout.of(model).sizes[0] + 3  # a stretch that ends within the second parameter
+    size = Space.of(model).sizes[0] + 3  # a stretch that ends within the second parameter
     check(model, inputs, GaussianLaw(mean, (slice(0, size),), (DenseCurvature(positive(size)).posterior(D),)))
 
 
 def last_layer(model, kind, names=("net.3.weight", "net.3.bias")):
     """A law of the last layer only, in one block or one per parameter."""
-    layout, start, places, found = Layout.of(model), 0, {}, []
-    for name, size in zip(layout.names, layout.sizes, strict=True):
+    space, start, places, found = Space.of(model), 0, {}, []
+    for name, size in zip(space.names, space.sizes, strict=True):
         places[name] = slice(start, start + size)
         start += size
     whole = slice(places[names[0]].start, places[names[-1]].stop)
@@ -209,7 +209,7 @@ def last_layer(model, kind, names=("net.3.weight", "net.3.bias")):
         block = LowRankCurvature(vectors[:, 5:], values[5:]).posterior(torch.rand(count, dtype=F64) + 0.1)
         return GaussianLaw(mean_of(model), (whole,), (block,))
     every = blocks(model, kind)
-    kept = [i for i, name in enumerate(layout.names) if name in names]
+    kept = [i for i, name in enumerate(space.names) if name in names]
     found = tuple(every.blocks[i] for i in kept)
     return GaussianLaw(every.mean, tuple(every.places[i] for i in kept), found)
 
@@ -228,7 +228,7 @@ def test_the_last_layer_in_closed_form(kind, monkeypatch):
         raise AssertionError("a backward pass")
 
     monkeypatch.setattr(linearised, "backpropagate", refuse)
-    found = Linearised(model, Layout.of(model), weights)
+    found = Linearised(model, Space.of(model), weights)
     first, again = found(inputs), found(inputs)  # the second time by a plain forward pass
     torch.testing.assert_close(again.covariance, first.covariance)
     torch.testing.assert_close(again.mean, first.mean)
@@ -252,7 +252,7 @@ def test_more_outputs_than_features_go_through_the_last_layer(kind, subset, monk
     model = model.double().eval()
     weights = blocks(model, kind) if subset is None else last_layer(model, kind, subset)
     check(model, inputs, weights)
-    found = Linearised(model, Layout.of(model), weights)(inputs)
+    found = Linearised(model, Space.of(model), weights)(inputs)
     if kind == "diagonal":
         assert found.factor is None or found.factor.shape[-1] <= 4  # never as wide as the outputs
     frozen = Mlp(3, 4, 9).double().eval()  # the last layer may be frozen
@@ -264,9 +264,9 @@ def test_a_factor_that_does_not_fit_keeps_its_variances(monkeypatch):
     monkeypatch.setattr(linearised, "COLUMNS", 2)
     model, inputs = Mlp(3, 4, 9).double().eval(), torch.randn(5, 3, dtype=F64)
     weights = last_layer(model, "kronecker", ("net.0.weight",))
-    exact = Linearised(model, Layout.of(model), weights)(inputs)
+    exact = Linearised(model, Space.of(model), weights)(inputs)
     monkeypatch.setattr(linearised, "FACTOR", 5 * 9 * 2)
-    cut = Linearised(model, Layout.of(model), weights)(inputs)
+    cut = Linearised(model, Space.of(model), weights)(inputs)
     assert exact.factor.shape[-1] == 4
     assert cut.factor.shape[-1] == 2
     torch.testing.assert_close(cut.variance, exact.variance)
@@ -276,10 +276,10 @@ def test_batches_and_columns_in_pieces_change_nothing(monkeypatch):
     model, inputs = models()["regressor"]
     model = model.double().eval()
     weights = blocks(model, "kronecker")
-    whole = linearised_outputs(model, Layout.of(model), weights, inputs)
+    whole = linearised_outputs(model, Space.of(model), weights, inputs)
     monkeypatch.setattr(linearised, "COLUMNS", 4)
     monkeypatch.setattr("bayesformer.predict.covariance_roots.CACHE", 64)
-    pieces = linearised_outputs(model, Layout.of(model), weights, inputs, batch_size=2)
+    pieces = linearised_outputs(model, Space.of(model), weights, inputs, batch_size=2)
     torch.testing.assert_close(pieces.covariance, whole.covariance)
 
 
@@ -287,7 +287,7 @@ def test_the_variance_is_that_of_sampling_for_small_spreads():
     """Linear in the weights up to O(sd²): draws of the real network, and a tolerance from their number."""
     model, inputs = models()["vit"]
     model = model.double().eval()
-    weights = gaussian(mean_of(model), torch.full((Layout.of(model).size,), 1e-4, dtype=F64))
+    weights = gaussian(mean_of(model), torch.full((Space.of(model).size,), 1e-4, dtype=F64))
     posterior = bf.Posterior(model, bf.Categorical(), weights)
     draws = posterior.outputs(inputs, 4000).values
     exact = posterior.outputs(inputs, predictive="linearised").variance
@@ -306,11 +306,9 @@ def test_a_large_vocabulary_stays_small():
     expected = 0.01 * (features.square().sum(-1, keepdim=True) + 1)
     torch.testing.assert_close(found.variance, expected.expand(4, 49_152), rtol=1e-4, atol=0)
     torch.testing.assert_close(posterior.predict(x).probs.sum(-1), torch.ones(4))
-    below = torch.zeros(Layout.of(model).size)
+    below = torch.zeros(Space.of(model).size)
     below[:144] = 0.1
-    found = bf.Posterior(model, bf.Categorical(), gaussian(mean_of(model), below)).outputs(
-        x, predictive="linearised"
-    )
+    found = bf.Posterior(model, bf.Categorical(), gaussian(mean_of(model), below)).outputs(x, predictive="linearised")
     assert found.factor.shape == (4, 49_152, 16)
     jacobian = jacrev(lambda p: functional_call(model[0], p, (x[:1],)))(dict(model[0].named_parameters()))
     rows = torch.cat([jacobian["weight"].reshape(16, -1), jacobian["bias"].reshape(16, -1)], 1)
@@ -321,19 +319,19 @@ def test_a_large_vocabulary_stays_small():
 def test_weights_without_spread_are_a_point():
     model, inputs = models()["mlp"]
     model = model.double().eval()
-    check(model, inputs, gaussian(mean_of(model), torch.zeros(Layout.of(model).size, dtype=F64)))
+    check(model, inputs, gaussian(mean_of(model), torch.zeros(Space.of(model).size, dtype=F64)))
 
 
 def test_wrong_input_is_named():
     model, inputs = models()["mlp"]
     model = model.double()
-    layout, mean = Layout.of(model), mean_of(model)
+    space, mean = Space.of(model), mean_of(model)
     law = gaussian(mean, torch.ones_like(mean))
     with pytest.raises(ValueError, match="model must be in eval mode"):
-        linearised_outputs(model.train(), layout, law, inputs)
+        linearised_outputs(model.train(), space, law, inputs)
     model.eval()
     with pytest.raises(ValueError, match="weights must follow a Gaussian to be linearised; got Samples"):
-        linearised_outputs(model, layout, Samples(mean[None]), inputs)
+        linearised_outputs(model, space, Samples(mean[None]), inputs)
     block = DiagonalCurvature(torch.ones(4, dtype=F64)).posterior(D)
     with pytest.raises(ValueError, match="places must be as many as a block has weights, 4; got 3"):
-        linearised_outputs(model, layout, GaussianLaw(mean, (slice(0, 3),), (block,)), inputs)
+        linearised_outputs(model, space, GaussianLaw(mean, (slice(0, 3),), (block,)), inputs)

@@ -8,7 +8,7 @@ import torch
 from scipy.sparse import csr_matrix
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.bench.tasks.graph import load_graph
+from bayesformer.bench.tasks.citation_graph import load_graph
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.datasets import graphs, planetoid
 from bayesformer.likelihoods import Categorical

@@ -13,7 +13,10 @@ from sklearn import datasets
 import bayesformer as bf
 from bayesformer import cli
 from bayesformer.bench import runner
+from bayesformer.bench.planning import plan
+from bayesformer.bench.records import read_results
 from bayesformer.bench.tasks import TASKS, TabularRegression
+from bayesformer.bench.trial import Options
 from bayesformer.datasets import regression
 from bayesformer.evaluate import check_not_above
 from bayesformer.likelihoods.predictive import GaussianPredictive
@@ -157,10 +160,10 @@ def test_outsiders_lie_outside_the_training_box_on_the_way_from_its_centre(name)
 @pytest.mark.parametrize("network", ["transformer", "mlp"])
 def test_a_cell_of_every_table_runs(network, tmp_path):
     settings = {"training": {"epochs": 2}, "regression/*": {"network": network, "test": 40, "dim": 8}}
-    cells = runner.plan(["regression/*"], ["mle", {"name": "ensemble", "members": 2}], [0], settings)
-    outcome = runner.run(cells, runner.Options(tmp_path, keep_posteriors=False))
+    cells = plan(["regression/*"], ["mle", {"name": "ensemble", "members": 2}], [0], settings)
+    outcome = runner.run(cells, Options(tmp_path, keep_posteriors=False))
     assert not outcome.failed
-    for result in runner.load_results(tmp_path):
+    for result in read_results(tmp_path).results:
         assert (result["oracle"] is None) == (result["task"] == "regression/diabetes")
         assert "auroc/outside" in result["metrics"]
         assert ("auroc_epistemic/outside" in result["metrics"]) == (result["method"] == "ensemble")

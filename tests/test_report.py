@@ -20,11 +20,11 @@ import pytest
 from scipy import stats
 
 from bayesformer.bench.report import write_report
+from bayesformer.bench.report.axis import Scale, log_ticks, nice_ticks, tick_label
 from bayesformer.bench.report.colours import PALETTE, THEME
 from bayesformer.bench.report.examples import png
-from bayesformer.bench.report.markup import tag
-from bayesformer.bench.report.plot import Plot, marker
-from bayesformer.bench.report.scale import Scale, log_ticks, nice_ticks, tick_label
+from bayesformer.bench.report.markup import Shared, tag
+from bayesformer.bench.report.plot import Plot, marker, thinned
 
 METHODS = {"mle": 0.0, "ensemble": 1.0, "laplace": 0.35, "sghmc": 0.6}  # how much each gains
 
@@ -460,7 +460,7 @@ def test_broken_figures_do_not_stop_the_report(tmp_path):
 
 def test_tag_escapes_text_and_attributes():
     assert tag("b", "<&", None, [tag("i", "x"), "'"], title='"<', hidden=True, class_=None) == (
-        '<b title="&quot;&lt;" hidden>&lt;&amp;<i>x</i>&#x27;</b>'
+        """<b title="&quot;&lt;" hidden>&lt;&amp;<i>x</i>'</b>"""
     )
 
 
@@ -514,6 +514,59 @@ def test_marks_stand_where_the_numbers_are():
         "M0 100l100 0 0-50-100-50z",
         "M0 100l0-100 50 0 0 50 50 0 0 50",
     ]
+
+
+def test_thinned_lines_stay_within_the_tolerance():
+    """The law of Douglas and Peucker: every corner left out is at most the tolerance from the line that stays."""
+    noise = np.random.default_rng(0)
+    for scale in (0.05, 0.3, 3.0):
+        points = [(float(x), float(y)) for x, y in zip(range(400), np.cumsum(noise.normal(0, scale, 400)), strict=True)]
+        kept = thinned(points, 0.15)
+        assert (kept[0], kept[-1]) == (points[0], points[-1])
+        assert set(kept) <= set(points)
+        corners = [points.index(p) for p in kept]
+        for first, last in itertools.pairwise(corners):
+            (x, y), (u, v) = points[first], points[last]
+            for a, b in points[first : last + 1]:
+                assert abs((a - x) * (v - y) - (b - y) * (u - x)) <= 0.15 * math.hypot(u - x, v - y) + 1e-9
+    assert thinned([(float(i), 2.0 * i) for i in range(50)]) == [(0.0, 0.0), (49.0, 98.0)]
+    assert len(thinned(points, 0.0)) == len(points)
+    assert thinned([(1.0, 1.0)]) == [(1.0, 1.0)]
+    assert thinned([(0.0, 0.0), (5.0, 0.0), (0.0, 0.0)]) == [(0.0, 0.0), (5.0, 0.0), (0.0, 0.0)]  # there and back
+
+
+def test_what_charts_share_is_written_once_and_every_reference_leads_there(tmp_path):
+    text = write_report(realistic(), tmp_path / "page.html").read_text()
+    names = re.findall(r' id="(d\d+)"', text)
+    references = re.findall(r'<use href="#(d\d+)"/>', text)
+    assert len(names) == len(set(names))
+    assert set(references) == set(names)
+    assert len(references) > 3 * len(names)
+    assert text.index("</defs>") < text.index("<header")
+    assert text.rindex(' id="d') < text.index("</defs>")
+
+
+def test_shared_drawings():
+    share = Shared()
+    one, other = (tag("path", d=f"M0 0{'h1' * n}") for n in (20, 30))
+    assert [share(one), share(other), share(one)] == [f'<use href="#d{i}"/>' for i in (0, 1, 0)]
+    assert share(tag("path", d="M0 0h1")) == '<path d="M0 0h1"/>'  # as short as a reference
+    assert f'<defs><g id="d0" class="plot">{one}</g><g id="d1" class="plot">{other}</g></defs>' in share.definitions()
+
+
+def test_the_page_lists_what_was_skipped(tmp_path):
+    page = page_of([result()], tmp_path, skipped=["result a.json is <truncated>.", "result b.json lacks cost."])
+    assert "Skipped 2 stored results that cannot be read." in page.text
+    assert "result a.json is <truncated>." in page.text
+    assert "cannot be read" not in page_of([result()], tmp_path).text
+
+
+def test_many_methods_show_one_series(tmp_path):
+    band = {"time": [1, 2], "observed": [0.0, 1.0], "mean": [0.0, 1.0], "low": [-1.0, 0.0], "high": [1.0, 2.0]}
+    for number, rows in ((3, 2), (12, 1)):
+        results = [result(method=f"m{i}", value=1.0, figures={"bands": [band, band]}) for i in range(number)]
+        text = write_report(results, tmp_path / "page.html").read_text()
+        assert text.count("Predictions for series") == number * rows
 
 
 @pytest.mark.parametrize("shape", range(5))

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,11 +19,16 @@ import torch
 
 from bayesformer import cli
 from bayesformer.bench import demo, runner, tasks
+from bayesformer.bench.costs import TIMED, TIMES
+from bayesformer.bench.packing import pack
+from bayesformer.bench.planning import plan
 from bayesformer.bench.predicting import read_rows
-from bayesformer.core.errors import DamagedFileError
+from bayesformer.bench.records import CHECKPOINTS, read_results
+from bayesformer.bench.trial import Options
 from bayesformer.core.settings import explain, parse_assignment
+from bayesformer.core.storage import with_numbers, write_json
+from bayesformer.methods import METHODS
 from bayesformer.posterior import Posterior
-from bayesformer.train import loop as training_loop
 from bayesformer.train.loop import Training
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +43,8 @@ SETS = [
 
 
 def test_a_cell_is_one_json_line_with_everything_in_it(tmp_path):
-    cells = runner.plan(["toy/m1"], ["mle"], [0], TINY)
-    outcome = runner.run(cells, runner.Options(tmp_path))
+    cells = plan(["toy/m1"], ["mle"], [0], TINY)
+    outcome = runner.run(cells, Options(tmp_path))
     assert not outcome.failed
     (path,) = outcome.done
     lines = path.read_text().splitlines()
@@ -55,29 +61,29 @@ def test_a_cell_is_one_json_line_with_everything_in_it(tmp_path):
 
 
 def test_a_second_run_does_only_what_is_missing(tmp_path):
-    first = runner.run(runner.plan(["toy/m1"], ["mle"], [0], TINY), runner.Options(tmp_path))
+    first = runner.run(plan(["toy/m1"], ["mle"], [0], TINY), Options(tmp_path))
     stamp = first.done[0].stat().st_mtime_ns
-    more = runner.run(runner.plan(["toy/m1"], ["mle", "map"], [0, 1], TINY), runner.Options(tmp_path))
+    more = runner.run(plan(["toy/m1"], ["mle", "map"], [0, 1], TINY), Options(tmp_path))
     assert (len(more.done), more.skipped) == (3, 1)
     assert first.done[0].stat().st_mtime_ns == stamp
-    assert len(runner.load_results(tmp_path)) == 4
+    assert len(read_results(tmp_path).results) == 4
 
 
 def test_other_settings_are_other_cells():
-    one = runner.plan(["toy/m1"], ["map"], [0], TINY)[0]
-    other = runner.plan(["toy/m1"], ["map"], [0], {**TINY, "map": {"prior": "normal(0, 0.3)"}})[0]
+    one = plan(["toy/m1"], ["map"], [0], TINY)[0]
+    other = plan(["toy/m1"], ["map"], [0], {**TINY, "map": {"prior": "normal(0, 0.3)"}})[0]
     assert one.key != other.key
-    assert runner._variant(other) == "prior=normal(0, 0.3)"
-    assert runner._variant(one) == ""
+    assert other.variant == "prior=normal(0, 0.3)"
+    assert one.variant == ""
 
 
 def test_a_setting_that_came_later_changes_no_key_at_its_default():
     """Stored results of mean_field know nothing of `predictive`, and still count."""
-    (cell,) = runner.plan(["toy/m1"], ["mean_field"], [0], TINY)
+    (cell,) = plan(["toy/m1"], ["mean_field"], [0], TINY)
     before = {name: value for name, value in cell.method_settings.items() if name != "predictive"}
     facts = [cell.task, cell.method, cell.task_settings, cell.training, before]
     assert cell.key == hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
-    (other,) = runner.plan(["toy/m1"], [{"name": "mean_field", "predictive": "streamlined"}], [0], TINY)
+    (other,) = plan(["toy/m1"], [{"name": "mean_field", "predictive": "streamlined"}], [0], TINY)
     assert other.key != cell.key
 
 
@@ -86,25 +92,25 @@ def test_variants_that_differ_after_training_are_trained_once(tmp_path, monkeypa
     real = training_loop._save
     monkeypatch.setattr(training_loop, "_save", lambda *args: (steps.append(args), real(*args)))
     table = {"name": "laplace", "structure": ["diag", "last_layer"], "predictive": "sampled", "draws": [2, 3]}
-    cells = runner.plan(["toy/m1"], [table, {"name": "laplace", "start": 2.0}], [0, 1], TINY)
+    cells = plan(["toy/m1"], [table, {"name": "laplace", "start": 2.0}], [0, 1], TINY)
     assert len({cell.trained_in for cell in cells}) == 2 * 2
-    assert not runner.run(cells, runner.Options(tmp_path / "together", keep_posteriors=False)).failed
+    assert not runner.run(cells, Options(tmp_path / "together", keep_posteriors=False)).failed
     assert len(steps) == 2 * 2  # one checkpoint at the end of every training: two seeds, two starts
-    assert not any((tmp_path / "together" / runner.CHECKPOINTS).rglob("*.safetensors"))
-    runner.run(cells[:1], runner.Options(tmp_path / "alone", keep_posteriors=False))
+    assert not any((tmp_path / "together" / CHECKPOINTS).rglob("*.safetensors"))
+    runner.run(cells[:1], Options(tmp_path / "alone", keep_posteriors=False))
     one, two = (json.loads((tmp_path / name / cells[0].path).read_text()) for name in ("together", "alone"))
     assert one["metrics"] == two["metrics"]
-    assert all(r["cost"]["fit_seconds"] > 0.01 for r in runner.load_results(tmp_path / "together"))  # training counted
+    assert all(r["cost"]["fit_seconds"] > 0.01 for r in read_results(tmp_path / "together").results)  # training counted
 
 
-@pytest.mark.parametrize("name", [name for name in runner.METHODS if hasattr(runner.METHODS[name], "AFTER_TRAINING")])
+@pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name], "AFTER_TRAINING")])
 def test_settings_after_training_exist(name):
-    assert set(runner.METHODS[name].AFTER_TRAINING) <= {f.name for f in fields(runner.METHODS[name])}
+    assert set(METHODS[name].AFTER_TRAINING) <= {f.name for f in fields(METHODS[name])}
 
 
 def test_a_task_may_have_training_of_its_own():
     settings = {"training": {"epochs": 7, "lr": 0.5}, "toy/*": {"training": {"epochs": 3}, "dim": 8}}
-    cells = runner.plan(["toy/m1", "digits"], ["mle"], [0], settings)
+    cells = plan(["toy/m1", "digits"], ["mle"], [0], settings)
     assert {cell.task: (cell.training["epochs"], cell.training["lr"]) for cell in cells} == {
         "toy/m1": (3, 0.5),
         "digits": (7, 0.5),
@@ -114,8 +120,8 @@ def test_a_task_may_have_training_of_its_own():
 
 def test_one_cell_of_a_shared_training_goes_first():
     table = {"name": "vi", "draws": [1, 2, 3]}
-    cells = runner.plan(["toy/m1", "toy/m2"], [table, "ensemble", "mle"], [0], TINY)
-    order = [(cell.task, cell.method, cell.method_settings.get("draws")) for cell in runner._in_order(cells)]
+    cells = plan(["toy/m1", "toy/m2"], [table, "ensemble", "mle"], [0], TINY)
+    order = [(cell.task, cell.method, cell.method_settings.get("draws")) for cell in runner.in_order(cells)]
     assert [method for _, method, _ in order[:2]] == ["ensemble"] * 2
     assert [draws for _, method, draws in order if method == "vi"] == [1, 1, 2, 2, 3, 3]
 
@@ -127,15 +133,15 @@ def test_prediction_is_timed_warm_on_a_fixed_number_of_examples(tmp_path, monkey
         Posterior, "predict", lambda self, x, *a, **k: (asked.append(len(x)), real(self, x, *a, **k))[1]
     )
     settings = {**TINY, "toy/*": {**TINY["toy/*"], "test": 200}}
-    (path,) = runner.run(runner.plan(["toy/m1"], ["mle"], [0], settings), runner.Options(tmp_path)).done
-    assert asked == [200, 20] + [runner.TIMED] * (1 + runner.TIMES)  # test, validation, then warm-up and repeats
+    (path,) = runner.run(plan(["toy/m1"], ["mle"], [0], settings), Options(tmp_path)).done
+    assert asked == [200, 20] + [TIMED] * (1 + TIMES)  # test, validation, then warm-up and repeats
     assert json.loads(path.read_text())["cost"]["predict_ms"] > 0
 
 
 def test_worker_processes_give_the_same_metrics(tmp_path):
-    cells = runner.plan(["toy/m1", "toy/m4"], ["mle", "ensemble"], [0], {**TINY, "ensemble": {"members": 2}})
-    runner.run(cells, runner.Options(tmp_path / "a"))
-    runner.run(cells, runner.Options(tmp_path / "b", workers=2))
+    cells = plan(["toy/m1", "toy/m4"], ["mle", "ensemble"], [0], {**TINY, "ensemble": {"members": 2}})
+    runner.run(cells, Options(tmp_path / "a"))
+    runner.run(cells, Options(tmp_path / "b", workers=2))
     for cell in cells:
         one, two = (json.loads((tmp_path / name / cell.path).read_text()) for name in "ab")
         assert one["metrics"] == pytest.approx(two["metrics"], rel=1e-5)
@@ -148,22 +154,22 @@ def test_a_failed_cell_is_kept_aside_and_the_others_go_on(tmp_path, monkeypatch)
         evaluation = real(self, ask, data)
         return evaluation._replace(gap=evaluation.gap._replace(mean=1.0, standard_error=0.1, z=10.0))
 
-    cells = runner.plan(["toy/m1", "digits"], ["mle"], [0], {"training": {"epochs": 1}, "toy/*": TINY["toy/*"]})
+    cells = plan(["toy/m1", "digits"], ["mle"], [0], {"training": {"epochs": 1}, "toy/*": TINY["toy/*"]})
     monkeypatch.setattr(tasks.ToySeries, "evaluate", leaky)
-    outcome = runner.run(cells, runner.Options(tmp_path))
+    outcome = runner.run(cells, Options(tmp_path))
     assert len(outcome.done) == 1
     ((cell, problem),) = outcome.failed
     assert "above the true process" in problem
     assert "OracleBeatenError" in json.loads((tmp_path / "failed" / cell.path).read_text())["traceback"]
-    assert len(runner.load_results(tmp_path)) == 1
+    assert len(read_results(tmp_path).results) == 1
     monkeypatch.setattr(tasks.ToySeries, "evaluate", real)  # mended: the cell runs, the failure goes
-    assert len(runner.run(cells, runner.Options(tmp_path)).done) == 1
+    assert len(runner.run(cells, Options(tmp_path)).done) == 1
     assert not (tmp_path / "failed" / cell.path).exists()
 
 
 def test_variants_of_a_method_and_where_they_run():
     table = {"name": "vi", "temperature": [1.0, 0.1], "prior": ["normal(0, 1)", "improved/{task}"], "seeds": 1}
-    cells = runner.plan(["toy/m1", "toy/m2"], ["mle", {**table, "tasks": "toy/m2"}, "vi"], [0, 1], TINY)
+    cells = plan(["toy/m1", "toy/m2"], ["mle", {**table, "tasks": "toy/m2"}, "vi"], [0, 1], TINY)
     assert sorted((c.task, c.method, c.seed) for c in cells if c.method == "mle") == [
         (task, "mle", seed) for task in ("toy/m1", "toy/m2") for seed in (0, 1)
     ]
@@ -180,21 +186,23 @@ def test_variants_of_a_method_and_where_they_run():
         ({"name": "vi", "temprature": 1.0}, "unknown setting of vi 'temprature'"),
     ]:
         with pytest.raises(ValueError, match=text):
-            runner.plan(["toy/m1"], [wrong], [0], TINY)
+            plan(["toy/m1"], [wrong], [0], TINY)
 
 
 def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     settings = {"training": {"epochs": 60, "patience": 0}, "toy/*": TINY["toy/*"]}
-    cells = runner.plan(["toy/m1"], ["mle"], [0, 1], settings)
-    runner.run(cells, runner.Options(tmp_path / "whole"))
+    cells = plan(["toy/m1"], ["mle"], [0, 1], settings)
+    runner.run(cells, Options(tmp_path / "whole"))
     program = (
         "import torch; torch.set_num_threads(1)\n"
         "from pathlib import Path\n"
         "from bayesformer.bench import runner\n"
-        f"cells = runner.plan(['toy/m1'], ['mle'], [0, 1], {settings!r})\n"
-        f"runner.run(cells, runner.Options(Path({str(tmp_path / 'killed')!r}), checkpoint_seconds=0))\n"
+        "from bayesformer.bench.planning import plan\n"
+        "from bayesformer.bench.trial import Options\n"
+        f"cells = plan(['toy/m1'], ['mle'], [0, 1], {settings!r})\n"
+        f"runner.run(cells, Options(Path({str(tmp_path / 'killed')!r}), checkpoint_seconds=0))\n"
     )
-    checkpoint = tmp_path / "killed" / runner.CHECKPOINTS / cells[0].folder
+    checkpoint = tmp_path / "killed" / CHECKPOINTS / cells[0].folder
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     while not checkpoint.exists() and process.poll() is None:
         time.sleep(0.01)
@@ -202,7 +210,7 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "killed" / cells[1].path).exists()  # it was stopped in the middle
-    runner.run(cells, runner.Options(tmp_path / "killed"))
+    runner.run(cells, Options(tmp_path / "killed"))
     for cell in cells:
         one, two = (json.loads((tmp_path / name / cell.path).read_text()) for name in ("whole", "killed"))
         assert one["metrics"] == two["metrics"]
@@ -210,13 +218,106 @@ def test_a_killed_run_resumes_to_the_same_result(tmp_path):
     assert not checkpoint.exists()
 
 
-class Deadly(runner.CellWork):
-    """Kills its own process at seed 1, as a system without memory would."""
+class DeadlyWork(runner.CellWork):
+    """Work on cells in which those of toy/m2 kill the process they run in."""
 
     def __call__(self, cell, reporter):
-        if cell.seed == 1:
+        if cell.task == "toy/m2":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__call__(cell, reporter)
+
+
+def deadly_run(folder, results):
+    """Run four cells with two workers, of which those of toy/m2 kill their worker."""
+    program = (
+        "import sys\n"
+        "from bayesformer import cli\n"
+        "from bayesformer.bench import runner\n"
+        "from tests.test_runner import DeadlyWork, SETS\n"
+        "if __name__ == '__main__':\n"
+        "    runner.CellWork = DeadlyWork\n"
+        "    run = ['run', 'toy/m1', 'toy/m2', '--methods', 'mle', '--seeds', '2', '--workers', '2', *SETS]\n"
+        f"    sys.exit(cli.main([*run, '--no-posteriors', '--results', {str(results)!r}]))\n"
+    )
+    script = folder / "deadly.py"
+    script.write_text(program)
+    return subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_killed_worker_fails_its_cell_and_the_others_go_on(tmp_path):
+    ended = deadly_run(tmp_path, tmp_path / "runs")
+    assert ended.returncode == 1
+    assert "2 cells run, 0 were there already" in ended.stdout
+    stored = read_results(tmp_path / "runs").results
+    assert {(r["task"], r["seed"]) for r in stored} == {("toy/m1", 0), ("toy/m1", 1)}
+    failed = [line for line in ended.stderr.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 2
+    assert all("toy/m2 mle seed" in line and "worker process died" in line for line in failed)
+    assert len(list((tmp_path / "runs" / "failed").rglob("seed*.json"))) == 2
+
+
+def test_ctrl_c_stops_two_workers_at_once(tmp_path):
+    """The terminal sends it to all processes of the group."""
+    many = ["--set=training.epochs=100000", *SETS[1:]]
+    command = ["run", "toy/m1", "--methods", "mle", "--seeds", "6", "--workers", "2", "--results", str(tmp_path), *many]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bayesformer", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    begun = time.monotonic()
+    while len(list((tmp_path / CHECKPOINTS).rglob("*.safetensors"))) < 2:  # both workers train
+        assert process.poll() is None
+        assert time.monotonic() - begun < 120
+        time.sleep(0.1)
+    trained = {path.parent for path in (tmp_path / CHECKPOINTS).rglob("*.safetensors")}
+    pressed = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - pressed < 10
+    assert process.returncode == 130
+    assert "interrupted; finished results are kept, call again to resume." in errors
+    assert {path.parent for path in (tmp_path / CHECKPOINTS).rglob("*.safetensors")} == trained  # nothing was begun
+
+
+def test_a_damaged_checkpoint_says_what_to_delete(tmp_path):
+    (cell,) = plan(["toy/m1"], ["mle"], [0], TINY)
+    folder = tmp_path / CHECKPOINTS / cell.trained_in
+    folder.mkdir(parents=True)
+    names = checkpoints_of(cell, tmp_path / "elsewhere")
+    for name in names:
+        (folder / name).write_bytes(b"damaged")
+    ((_, problem),) = runner.run([cell], Options(tmp_path)).failed
+    assert f"checkpoint {folder}" in problem
+    assert f"Delete the checkpoints in {folder} and run again: the cell is then trained anew." in problem
+    for name in names:
+        (folder / name).unlink()
+    assert not runner.run([cell], Options(tmp_path)).failed
+
+
+def checkpoints_of(cell, folder):
+    """Names of the checkpoint files that training the cell writes."""
+    names = []
+    real = training_loop._save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_loop, "_save", lambda *a: (names.append(a[2].name), real(*a)))
+        runner.run([cell], Options(folder, keep_posteriors=False))
+    return set(names)
+
+
+def linger(seconds, reporter):
+    """Work for a worker: say who it is, then stay busy."""
+    print(os.getpid(), flush=True)
+    time.sleep(seconds)
 
 
 def test_a_killed_worker_fails_its_cell_and_no_other(tmp_path, monkeypatch):
@@ -229,19 +330,6 @@ def test_a_killed_worker_fails_its_cell_and_no_other(tmp_path, monkeypatch):
     assert "signal SIGKILL" in json.loads((tmp_path / "failed" / cell.path).read_text())["error"]
     monkeypatch.undo()
     assert [path.name for path in runner.run(cells, runner.Options(tmp_path)).done] == ["seed1.json"]
-
-
-def test_damaged_results_are_named(tmp_path):
-    (tmp_path / "toy").mkdir()
-    path = tmp_path / "toy" / "seed0.json"
-    path.write_text('{"task": ')
-    with pytest.raises(DamagedFileError, match=r"result .*seed0.json is not valid JSON"):
-        runner.load_results(tmp_path)
-    path.write_text('{"task": "x"}')
-    with pytest.raises(DamagedFileError, match=r"seed0.json lacks cost, method, metrics, seed"):
-        runner.load_results(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        runner.load_results(tmp_path / "no")
 
 
 @pytest.mark.parametrize(
@@ -260,11 +348,32 @@ def test_damaged_results_are_named(tmp_path):
         (["run", "toy/m1", "--seeds", "0"], "seeds must be a whole number of at least 1; got 0"),
         (["run", "toy/m1", "--workers", "0"], "--workers must be at least 1; got 0"),
         (["run"], "tasks must be given"),
+        (
+            ["run", "toy/m1", "--methods", "mle", "--set", "mle.members=3"],
+            "unknown setting of mle 'members'; there is none.",
+        ),
+        (["run", "toy/m1", "--methods", ""], "unknown method ''"),
+        (["run", "toy/m1", "--set", "training.epochs=2.5"], "training.epochs must be int; got 2.5"),
+        (["run", "toy/m1", "--set", "training.batch_size=0"], "training.batch_size must be positive; got 0"),
+        (["run", "toy/m1", "--config", "."], "config . must be a TOML file; it is a folder."),
+        (["run", "toy/m1", "--config", "/nowhere.toml"], "config /nowhere.toml does not exist."),
+        (["demo", "--workers", "0"], "--workers must be at least 1; got 0"),
+        (["demo", "--seeds", "0"], "seeds must be a whole number of at least 1; got 0"),
+        (["report", "results/ekf", "--output", "tests"], "--output must be a file; tests is a folder."),
+        (["study", "cost", "results/laplace", "--output", "tests"], "--output must be a file; tests is a folder."),
+        (["predict", "x", "y.csv", "--output", "tests"], "--output must be a file; tests is a folder."),
+        (["predict", "README.md", "y.csv"], "README.md/posterior.json: Not a directory."),
+        (
+            ["report", "results/ekf", "--choose", "zzz"],
+            "unknown setting of the methods in these results 'zzz'. Known: draws",
+        ),
+        (["report", "results/ekf", "--choose", "draws"], "setting 'draws' must have several values in the runs of one"),
         (["report", "/nowhere"], "results folder /nowhere does not exist"),
         (["predict", "/nowhere", "x.csv"], "does not exist"),
     ],
 )
-def test_the_command_line_explains_mistakes(arguments, text, capsys):
+def test_the_command_line_explains_mistakes(arguments, text, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     assert cli.main(arguments) == 2
     assert text in capsys.readouterr().err
 
@@ -292,6 +401,12 @@ def test_run_report_and_predict_from_the_command_line(tmp_path, capsys):
     assert float(rows[0]["total"]) == pytest.approx(float(rows[0]["sd"]) ** 2, rel=1e-4)
     assert cli.main(["predict", str(posterior), str(data), "--output", str(tmp_path / "out.csv")]) == 0
     assert (tmp_path / "out.csv").read_text().startswith("example,position,mean")
+    capsys.readouterr()
+    data.write_text("0.1,0.2,0.3\n1,1e30,3\n")
+    assert cli.main(["predict", str(posterior), str(data)]) == 2
+    captured = capsys.readouterr()
+    assert "the prediction of row 2 is not a finite number: the row holds values of up to 1e+30, too" in captured.err
+    assert captured.out == ""
 
 
 def test_a_configuration_file(tmp_path, capsys):
@@ -311,16 +426,138 @@ def test_a_configuration_file(tmp_path, capsys):
     assert "unknown entry of the configuration 'epochs'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"training = 3", "training in the configuration must be a table of settings, [training]; got 3."),
+        (b"seeds = true", "seeds must be a whole number of at least 1; got True."),
+        (b"methods = []", "methods must name at least one that runs on toy/m1; got []."),
+        (b"methods = [{name='vi', tasks='digits'}]", "methods must name at least one that runs on toy/m1; got [{"),
+        (
+            b"methods = [{name='vi', temperature=[]}]",
+            "methods: temperature of vi must list at least one value; got [].",
+        ),
+        (
+            b"methods = [{name='vi', seeds=true}]",
+            "methods: seeds of vi must be a whole number of at least 1; got True.",
+        ),
+        (b"seeds = '\xff'", "c.toml is not valid TOML: 'utf-8' codec can't decode byte"),
+    ],
+)
+def test_mistakes_in_a_configuration_file(content, text, tmp_path, capsys):
+    config = tmp_path / "c.toml"
+    config.write_bytes(b'tasks = ["toy/m1"]\n' + content + b"\n")
+    assert cli.main(["run", "--config", str(config), "--dry-run"]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """As in `bayesformer list --settings | head -1`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bayesformer", "report", "results/weight_space", "--markdown"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_options_refuse_no_workers(tmp_path):
+    for workers in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"workers must be a whole number of at least 1; got {workers}"):
+            Options(tmp_path, workers=workers)
+
+
+def test_an_infinite_setting_is_recorded_and_read_back(tmp_path, capsys):
+    arguments = ["run", "toy/m1", "--methods", "mle,map", "--results", str(tmp_path), *SETS, "--set=training.clip=inf"]
+    assert cli.main(arguments) == 0
+    assert "2 cells run, 0 were there already" in capsys.readouterr().out
+    (mle,) = tmp_path.glob("toy-m1/mle-*/seed0.json")
+    assert '"clip": "inf"' in mle.read_text()
+    json.loads(mle.read_text(), parse_constant=pytest.fail)  # no Infinity, which JSON does not have
+    pack(tmp_path)
+    assert [r["settings"]["training"]["clip"] for r in read_results(tmp_path).results] == [math.inf] * 2
+    assert cli.main(arguments) == 0
+    assert "0 cells run, 2 were there already" in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path)]) == 0
+
+
+def test_a_score_that_is_not_a_number_loses_no_cell(tmp_path, monkeypatch):
+    real = tasks.ToySeries.evaluate
+
+    def strange(self, ask, data):
+        evaluation = real(self, ask, data)
+        evaluation.metrics.update(crps=math.nan, rmse=math.inf, process_mse=-math.inf)
+        return evaluation
+
+    monkeypatch.setattr(tasks.ToySeries, "evaluate", strange)
+    outcome = runner.run(plan(["toy/m1"], ["mle"], [0], TINY), Options(tmp_path))
+    assert not outcome.failed
+    metrics = read_results(tmp_path).results[0]["metrics"]
+    assert math.isnan(metrics["crps"])
+    assert (metrics["rmse"], metrics["process_mse"]) == (math.inf, -math.inf)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path), "--markdown", "--metric", "crps"]) == 0
+
+
+def test_texts_stand_for_numbers_that_json_lacks(tmp_path):
+    value = {"a": [1.0, math.inf, {"b": -math.inf}], "c": (2, "x"), "d": None}
+    write_json(tmp_path / "x.json", value)
+    stored = json.loads((tmp_path / "x.json").read_text())
+    assert stored == {"a": [1.0, "inf", {"b": "-inf"}], "c": [2, "x"], "d": None}
+    assert with_numbers(stored) == {**value, "c": [2, "x"]}
+    write_json(tmp_path / "y.json", math.nan)
+    assert math.isnan(with_numbers(json.loads((tmp_path / "y.json").read_text())))
+
+
+def test_what_cannot_be_recorded_is_refused_before_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "run_cell", pytest.fail)
+    wrong = ["run", "toy/m1", "--methods", "combined", "--results", str(tmp_path), "--set"]
+    assert cli.main([*wrong, "combined.attention={spread = 2026-01-01}"]) == 2
+    text = (
+        "combined.attention must be made of numbers, texts, lists and tables, to be recorded; got {'spread': datetime"
+    )
+    assert text in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert cli.main(["run", "toy/m1", "--methods", "mle", "--results", str(tmp_path / "file")]) == 2
+    assert "file must be a folder one can write to: File exists." in capsys.readouterr().err
+
+
+def test_a_result_that_cannot_be_written_fails_its_cell_alone_and_is_not_trained_again(tmp_path, monkeypatch):
+    cells = plan(["toy/m1", "toy/m4"], ["mle"], [0], TINY)
+    real, full = runner.write_json, [cells[0].path]
+
+    def write(path, value):
+        if any(path.is_relative_to(tmp_path) and path.parts[-3:] == cell.parts for cell in full):
+            raise OSError(28, "No space left on device")
+        real(path, value)
+
+    monkeypatch.setattr(runner, "write_json", write)
+    outcome = runner.run(cells, Options(tmp_path, keep_posteriors=False))
+    ((cell, problem),) = outcome.failed
+    assert (cell, len(outcome.done)) == (cells[0], 1)
+    assert "No space left on device (its error could not be written to a file: No space left on device)" in problem
+    full.clear()
+    steps = []
+    monkeypatch.setattr(training_loop, "_save", lambda *arguments: steps.append(arguments))
+    assert not runner.run(cells, Options(tmp_path, keep_posteriors=False)).failed
+    assert not steps  # the checkpoint of the whole training was there
+
+
 def test_list_names_every_task_method_and_setting(capsys):
     assert cli.main(["list", "--settings"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in [*tasks.TASKS, *runner.METHODS])
+    assert all(name in out for name in [*tasks.TASKS, *METHODS])
     assert all(text for _, _, text in explain(Training))
-    assert all(text for kind in runner.METHODS.values() for _, _, text in explain(kind))
+    assert all(text for kind in METHODS.values() for _, _, text in explain(kind))
 
 
 def test_help_of_every_verb(capsys):
-    for verb in ["demo", "run", "report", "list", "predict", "study"]:
+    for verb in ["demo", "run", "report", "list", "predict", "study", "results"]:
         with pytest.raises(SystemExit) as stop:
             cli.main([verb, "--help"])
         assert stop.value.code == 0
@@ -331,7 +568,7 @@ def test_demo_covers_the_first_tasks_and_methods():
     cells = demo.cells([0])
     assert {c.task for c in cells} == {"digits", *(name for name in tasks.TASKS if name.startswith("toy/"))}
     assert {c.method for c in cells} == {"mle", "map", "ensemble", "mc_dropout"}
-    assert max(c.method_settings.get("members", 1) for c in cells) < runner.METHODS["ensemble"]().members
+    assert max(c.method_settings.get("members", 1) for c in cells) < METHODS["ensemble"]().members
 
 
 def test_data_files(tmp_path):
@@ -344,7 +581,29 @@ def test_data_files(tmp_path):
     save_file({"inputs": rows}, tmp_path / "a.safetensors")
     for name in ["a.npy", "a.npz", "a.csv", "a.safetensors"]:
         assert torch.equal(read_rows(tmp_path / name), rows)
+    (tmp_path / "mark.csv").write_bytes(b"\xef\xbb\xbf1,2\n3,4\n")  # as spreadsheets write it
+    assert torch.equal(read_rows(tmp_path / "mark.csv"), rows)
+    (tmp_path / "head.csv").write_bytes(b"\xef\xbb\xbf,b\n1,2\n3,4\n")  # an empty name in the header
+    assert torch.equal(read_rows(tmp_path / "head.csv"), rows)
+    np.savez(tmp_path / "whole.npz", inputs=rows.numpy())
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for name, content in {"cut.npz": whole[:-30], "flip.npz": whole.replace(b"\x80?", b"\x81?", 1)}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"data file .*{name} cannot be read"):
+            read_rows(tmp_path / name)
+    np.save(tmp_path / "words.npy", np.array([["a", "b"]]))
+    with pytest.raises(ValueError, match="words.npy must hold numbers; got an array of <U1"):
+        read_rows(tmp_path / "words.npy")
+    with pytest.raises(ValueError, match="must be a file; it is a folder or a device"):
+        read_rows(tmp_path)
+    (tmp_path / "latin.csv").write_bytes(b"1,2\n3,\xe4\n")
+    with pytest.raises(ValueError, match="data file .*latin.csv is not text in UTF-8: 'utf-8' codec can't decode"):
+        read_rows(tmp_path / "latin.csv")
     bad = {
+        "empty.csv": (",2\n3,4\n", r"line 1: '' must be a number"),
+        "mixed.csv": ("x,2\n3,4\n", r"line 1: 'x' must be a number"),
+        "infinite.csv": ("1,2\n3,inf\n", r"row 2 must hold finite numbers of float32; got inf"),
+        "huge.csv": ("1,2\n1e60,4\n", r"row 2 must hold finite numbers of float32; got 1e\+60"),
         "b.csv": ("1,2\n3\n", r"rows of one length; got \[1, 2\]"),
         "c.csv": ("1,2\n3,x\n", r"line 2: 'x' must be a number"),
         "d.txt": ("1", "must end in .csv"),

@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 # The README's first example, with a model of the script's own, four members and two workers.
 EXAMPLE = """
 import bayesformer as bf
-from bayesformer.data import digits
+from bayesformer.datasets import digits
 from bayesformer.models.vit import VisionTransformer
 
 class Mine(VisionTransformer):

@@ -10,10 +10,13 @@ from torch.func import functional_call, jacrev
 
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import GaussianOutputs
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.laws import Dense, Diagonal, GaussianLaw, Kronecker, LowRank, Samples, gaussian
 from bayesformer.likelihoods import Categorical, Gaussian
-from bayesformer.network import Layout, apply
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
+from bayesformer.predict import streamlined
 from bayesformer.predict.streamlined import (
     Settings,
     Streamlined,
@@ -21,19 +24,27 @@ from bayesformer.predict.streamlined import (
     input_sensitivity,
     layer_shares,
     scaled_outputs,
-    streamlined_outputs,
 )
 from tests.laws import assert_mean
 from tests.nets import Normed, Tied
+
+
+def streamlined_outputs(model, space, law, inputs, settings=None, batch_size=256):
+    """The outputs of inputs held as tensors, some at a time."""
+    count = len(first_tensor(inputs))
+    starts = range(0, count, batch_size)
+    batches = (map_inputs(inputs, lambda x, a=a: x[a : a + batch_size]) for a in starts)
+    return streamlined.streamlined_outputs(model, space, law, batches, settings, count)
+
 
 FULL = Settings(propagate="full")
 
 
 def prepared(model):
-    """A model in float64 with its layout and flat weights."""
+    """A model in float64 with its space and flat weights."""
     model = model.double().eval()
-    layout = Layout.of(model)
-    return model, layout, layout.pack(dict(model.named_parameters()))
+    space = Space.of(model)
+    return model, space, space.pack(dict(model.named_parameters()))
 
 
 def mlp(*widths, activation=nn.Tanh):
@@ -56,19 +67,19 @@ def kronecker_block(out, into, prior=0.3):
     return Kronecker(b, a, d, qb, qa), torch.linalg.inv(torch.kron(B, A) + d * torch.eye(out * into).double())
 
 
-def jacobian(model, layout, theta, x):
+def jacobian(model, space, theta, x):
     """(B, K, P): by brute force."""
-    return jacrev(lambda t: functional_call(model, layout.views(t), (x,)))(theta)
+    return jacrev(lambda t: functional_call(model, space.views(t), (x,)))(theta)
 
 
-def glm(model, layout, theta, x, sigma):
-    J = jacobian(model, layout, theta, x)
+def glm(model, space, theta, x, sigma):
+    J = jacobian(model, space, theta, x)
     return J @ sigma @ J.mT
 
 
-def layer_weights(layout, theta, structure):
+def layer_weights(space, theta, structure):
     """A posterior over one linear layer (out, in) with bias, and its covariance as a matrix, in each form."""
-    (out, into), size = layout.shapes[-2], layout.size
+    (out, into), size = space.shapes[-2], space.size
     start = size - out * into - out
     where = torch.arange(start, size)
     matrix, bias = where[: out * into].view(out, into), where[out * into :]
@@ -97,12 +108,12 @@ STRUCTURES = ["diag", "dense", "kronecker", "kronecker with bias"]
 def test_one_linear_layer_and_a_last_layer_equal_the_linear_model(structure):
     """J Σ Jᵀ exactly, in both forms of propagation: nothing is approximated."""
     for widths in ((3, 2), (3, 5, 4)):
-        model, layout, theta = mlp(*widths)
-        weights, sigma = layer_weights(layout, theta, structure)
+        model, space, theta = mlp(*widths)
+        weights, sigma = layer_weights(space, theta, structure)
         x = torch.randn(6, 3, dtype=torch.float64)
-        expected = glm(model, layout, theta, x, sigma)
-        full = streamlined_outputs(model, layout, weights, x, FULL)
-        diag = streamlined_outputs(model, layout, weights, x)
+        expected = glm(model, space, theta, x, sigma)
+        full = streamlined_outputs(model, space, weights, x, FULL)
+        diag = streamlined_outputs(model, space, weights, x)
         assert torch.allclose(full.covariance, expected, atol=1e-10)
         assert torch.allclose(diag.variance, expected.diagonal(dim1=-2, dim2=-1), atol=1e-10)
         assert torch.allclose(full.mean, apply(model, x))
@@ -112,13 +123,13 @@ def test_one_linear_layer_and_a_last_layer_equal_the_linear_model(structure):
 @pytest.mark.parametrize("propagate", ["diag", "full"])
 def test_noisy_input_through_a_noisy_layer_against_draws(structure, propagate):
     """Two layers, no activation: the second meets an uncertain input, with every structure of its own weights."""
-    model, layout, theta = prepared(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
-    second, _ = layer_weights(layout, theta, structure)
+    model, space, theta = prepared(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
+    second, _ = layer_weights(space, theta, structure)
     first = Diagonal(torch.rand(16, dtype=torch.float64) * 0.3)
     weights = GaussianLaw(theta, (slice(0, 16), *second.places), (first, *second.blocks))
     x = torch.randn(2, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, weights, x, Settings(propagate=propagate))
-    params = layout.views(_rows(weights, 60_000))
+    found = streamlined_outputs(model, space, weights, x, Settings(propagate=propagate))
+    params = space.views(_rows(weights, 60_000))
     hidden = torch.einsum("bi,noi->nbo", x, params["0.weight"]) + params["0.bias"][:, None]
     draws = torch.einsum("nbi,noi->nbo", hidden, params["1.weight"]) + params["1.bias"][:, None]
     centred = draws - found.mean
@@ -177,34 +188,34 @@ def test_kronecker_blocks_of_a_weight_kept_transposed(parameter_order):
     """Hugging Face's Conv1D keeps (in, out): a block in that order, and one in the order of a linear layer."""
     from transformers.pytorch_utils import Conv1D
 
-    model, layout, theta = prepared(Conv1D(4, 3))
+    model, space, theta = prepared(Conv1D(4, 3))
     block, covariance = kronecker_block(3, 4) if parameter_order else kronecker_block(4, 3)
     where = torch.arange(12) if parameter_order else torch.arange(12).view(3, 4).mT.flatten()
-    sigma = torch.zeros(layout.size, layout.size, dtype=torch.float64)
+    sigma = torch.zeros(space.size, space.size, dtype=torch.float64)
     sigma[where[:, None], where] = covariance
     x = torch.randn(5, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, GaussianLaw(theta, (where,), (block,)), x, FULL)
-    assert torch.allclose(found.covariance, glm(model, layout, theta, x, sigma), atol=1e-10)
+    found = streamlined_outputs(model, space, GaussianLaw(theta, (where,), (block,)), x, FULL)
+    assert torch.allclose(found.covariance, glm(model, space, theta, x, sigma), atol=1e-10)
 
 
 def test_correlated_weights_of_a_convolution():
-    model, layout, theta = prepared(nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Flatten()))
+    model, space, theta = prepared(nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Flatten()))
     block, covariance = kronecker_block(3, 8)
-    sigma = torch.zeros(layout.size, layout.size, dtype=torch.float64)
+    sigma = torch.zeros(space.size, space.size, dtype=torch.float64)
     sigma[:24, :24] = covariance
     x = torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, GaussianLaw(theta, (slice(0, 24),), (block,)), x)
-    expected = glm(model, layout, theta, x, sigma).diagonal(dim1=-2, dim2=-1)
+    found = streamlined_outputs(model, space, GaussianLaw(theta, (slice(0, 24),), (block,)), x)
+    expected = glm(model, space, theta, x, sigma).diagonal(dim1=-2, dim2=-1)
     assert torch.allclose(found.variance, expected, atol=1e-10)
 
 
 def test_no_variance_is_the_network_itself():
     task = TASKS["digits"]()
     model = task.model().eval()
-    layout = Layout.of(model)
-    theta = layout.pack(dict(model.named_parameters()))
+    space = Space.of(model)
+    theta = space.pack(dict(model.named_parameters()))
     x = torch.randn(3, 1, 8, 8)
-    found = streamlined_outputs(model, layout, gaussian(theta, torch.zeros_like(theta)), x)
+    found = streamlined_outputs(model, space, gaussian(theta, torch.zeros_like(theta)), x)
     assert torch.equal(found.variance, torch.zeros(3, 10))
     with torch.no_grad():
         assert torch.equal(found.mean, model(x))
@@ -212,17 +223,17 @@ def test_no_variance_is_the_network_itself():
 
 def test_small_noise_gives_the_jacobian_with_an_error_of_that_order():
     """S / ε → J Σ Jᵀ for an MLP with full propagation and blocks that do not span layers."""
-    model, layout, theta = mlp(3, 6, 5, 2)
-    sizes = [layout.sizes[i] + layout.sizes[i + 1] for i in range(0, 6, 2)]
+    model, space, theta = mlp(3, 6, 5, 2)
+    sizes = [space.sizes[i] + space.sizes[i + 1] for i in range(0, 6, 2)]
     trils = [torch.linalg.cholesky(positive(size)) for size in sizes]
     starts = [sum(sizes[:i]) for i in range(3)]
     x = torch.randn(4, 3, dtype=torch.float64)
-    expected = glm(model, layout, theta, x, torch.block_diag(*[t @ t.mT for t in trils]))
+    expected = glm(model, space, theta, x, torch.block_diag(*[t @ t.mT for t in trils]))
     errors = []
     for eps in (1e-2, 1e-4, 1e-6):
         places = tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))
         weights = GaussianLaw(theta, places, tuple(Dense(t * math.sqrt(eps)) for t in trils))
-        found = streamlined_outputs(model, layout, weights, x, FULL).covariance / eps
+        found = streamlined_outputs(model, space, weights, x, FULL).covariance / eps
         errors.append(((found - expected).norm() / expected.norm()).item())
     assert errors[0] < 0.3
     assert errors[2] < 1e-4
@@ -230,13 +241,13 @@ def test_small_noise_gives_the_jacobian_with_an_error_of_that_order():
 
 
 def test_diag_is_the_diagonal_of_full_for_one_noisy_layer_and_not_for_two():
-    model, layout, theta = mlp(3, 6, 2)
+    model, space, theta = mlp(3, 6, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
     sd = torch.full_like(theta, 0.1)
     one = sd.clone()
     one[: -(6 * 2 + 2)] = 0
     for spread, same in ((one, True), (sd, True), (sd, False)):
-        network = (model, layout, theta) if same else mlp(3, 6, 5, 2)
+        network = (model, space, theta) if same else mlp(3, 6, 5, 2)
         weights = gaussian(network[2], spread if same else torch.full_like(network[2], 0.1))
         full, diag = (streamlined_outputs(*network[:2], weights, x, s).variance for s in (FULL, Settings()))
         assert torch.allclose(full, diag) == same
@@ -260,10 +271,10 @@ def test_a_noisy_packed_projection_equals_three_of_its_own():
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     for kind, inputs in ((Self, x), (Cross, (x, x.clone()))):
         torch.manual_seed(0)
-        model, layout, theta = prepared(kind())
+        model, space, theta = prepared(kind())
         block, _ = kronecker_block(12, 4)
         weights = GaussianLaw(theta, (slice(0, 48),), (block,))
-        found = streamlined_outputs(model, layout, weights, inputs)
+        found = streamlined_outputs(model, space, weights, inputs)
         # The same with the rows of W_v alone uncertain, in full: queries and keys are known by rule.
         complete = (block.colour(torch.eye(48).double()) @ block.colour(torch.eye(48).double()))[32:, 32:]
         rows = torch.linalg.cholesky((complete + complete.mT) / 2)
@@ -277,55 +288,56 @@ def test_a_noisy_packed_projection_equals_three_of_its_own():
 
 
 def test_tied_weights_and_running_averages():
-    model, layout, theta = prepared(Tied())
+    model, space, theta = prepared(Tied())
     x = torch.tensor([0, 3, 3, 1])
-    found = streamlined_outputs(model, layout, gaussian(theta, torch.full_like(theta, 0.1)), x)
+    found = streamlined_outputs(model, space, gaussian(theta, torch.full_like(theta, 0.1)), x)
     table = theta.view(5, 4)
     hidden = table[x].tanh()
     s = (1 - hidden**2) ** 2 * 0.01
     expected = 4 * (0.01 * (hidden**2).sum(1, keepdim=True) + s @ (table**2 + 0.01).mT)
     assert torch.allclose(found.variance, expected)
-    model, layout, theta = prepared(Normed())
+    model, space, theta = prepared(Normed())
     buffers = {"norm.running_mean": torch.randn(1, 6).double(), "norm.running_var": torch.rand(1, 6).double()}
     weights = gaussian(theta, torch.full_like(theta, 0.1), buffers=buffers)
     z = torch.randn(4, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, weights, z)
+    found = streamlined_outputs(model, space, weights, z)
     for name, value in buffers.items():
         model.state_dict()[name].copy_(value[0])
     assert torch.allclose(found.mean, model(z))
 
 
 def test_permuting_tokens_permutes_outputs():
-    model, layout, theta = prepared(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True))
+    model, space, theta = prepared(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True))
     weights = gaussian(theta, torch.full_like(theta, 0.1))
     x, order = torch.randn(2, 5, 4, dtype=torch.float64), torch.tensor([3, 1, 4, 0, 2])
     for settings in (Settings(), FULL, Settings(tokens="shared")):
-        found = streamlined_outputs(model, layout, weights, x, settings)
-        moved = streamlined_outputs(model, layout, weights, x[:, order], settings)
+        found = streamlined_outputs(model, space, weights, x, settings)
+        moved = streamlined_outputs(model, space, weights, x[:, order], settings)
         assert torch.allclose(moved.mean, found.mean[:, order])
         assert torch.allclose(moved.variance, found.variance[:, order])
 
 
 def test_batches_do_not_matter_and_gradients_are_off():
-    model, layout, theta = mlp(3, 6, 2)
+    model, space, theta = mlp(3, 6, 2)
     weights, x = gaussian(theta, torch.full_like(theta, 0.1)), torch.randn(7, 3, dtype=torch.float64)
     for settings in (Settings(), FULL):
-        whole = streamlined_outputs(model, layout, weights, x, settings)
-        parts = streamlined_outputs(model, layout, weights, x, settings, batch_size=3)
+        whole = streamlined_outputs(model, space, weights, x, settings)
+        parts = streamlined_outputs(model, space, weights, x, settings, batch_size=3)
         assert torch.allclose(whole.covariance, parts.covariance)
         assert not whole.mean.requires_grad
 
 
 def test_correlated_mode_is_the_jacobian_of_the_whole_network():
     """Also where the model holds other weights than the posterior's mean, and leaves it as it was."""
-    model, layout, theta = prepared(TASKS["toy/m1"]().model())
+    model, space, theta = prepared(TASKS["toy/m1"]().model())
     small = theta + 0.01 * torch.randn_like(theta)
     sd = torch.rand_like(theta) * 0.1
     x = torch.randn(2, 3, 1, dtype=torch.float64)
-    found = streamlined_outputs(model, layout, gaussian(small, sd), x, Settings(mode="correlated"))
-    J = jacobian(model, layout, small, x)  # (2, 3, 2, P)
+    posterior = Posterior(model, Categorical(), gaussian(small, sd), predictive="streamlined")
+    found = posterior.outputs(x, settings=Settings(mode="correlated"))
+    J = jacobian(model, space, small, x)  # (2, 3, 2, P)
     assert torch.allclose(found.covariance, (J * sd**2) @ J.mT, rtol=1e-6)
-    assert torch.equal(layout.pack(dict(model.named_parameters())), theta)
+    assert torch.equal(space.pack(dict(model.named_parameters())), theta)
 
 
 @pytest.mark.parametrize("pattern", ["mlp", "attention"])
@@ -333,18 +345,18 @@ def test_correlated_mode_has_the_variance_of_draws_on_the_vision_transformer(pat
     """The median ratio to sampling lies within .9 and 1.1, where diagonal propagation is far below."""
     task = TASKS["digits"]()
     model = task.model().eval()
-    layout = Layout.of(model)
-    theta = layout.pack(dict(model.named_parameters()))
-    named = zip(layout.names, layout.sizes, strict=True)
+    space = Space.of(model)
+    theta = space.pack(dict(model.named_parameters()))
+    named = zip(space.names, space.sizes, strict=True)
     sd = torch.cat([torch.full((size,), 0.02 if f".{pattern}." in name else 0.0) for name, size in named])
     weights, x = gaussian(theta, sd), task.load().test.inputs[:4]
     with torch.no_grad():
-        draws = [functional_call(model, layout.views(theta + sd * torch.randn_like(theta)), (x,)) for _ in range(800)]
+        draws = [functional_call(model, space.views(theta + sd * torch.randn_like(theta)), (x,)) for _ in range(800)]
     truth = torch.stack(draws).var(0)
-    correlated = streamlined_outputs(model, layout, weights, x, Settings(mode="correlated"))
+    correlated = streamlined_outputs(model, space, weights, x, Settings(mode="correlated"))
     # 40 ratios with a spread of √(2 / 800) = .05 each: their median is known to about .01.
     assert 0.9 < (correlated.variance / truth).median() < 1.1
-    assert (streamlined_outputs(model, layout, weights, x).variance / truth).median() < 0.5
+    assert (streamlined_outputs(model, space, weights, x).variance / truth).median() < 0.5
 
 
 def test_scale_is_fitted_and_never_worse():
@@ -383,9 +395,9 @@ def test_scale_counts_only_what_counts():
 
 
 def test_input_sensitivity_is_the_squared_gradient_without_weight_noise():
-    model, layout, theta = mlp(3, 6, 5, 2)
+    model, space, theta = mlp(3, 6, 5, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
-    predictor = Streamlined(model, layout, gaussian(theta, torch.zeros_like(theta)), FULL)
+    predictor = Streamlined(model, space, gaussian(theta, torch.zeros_like(theta)), FULL)
     gradient = torch.autograd.functional.jacobian(model, x).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (4, 2, 3)
     assert torch.allclose(input_sensitivity(predictor, x, 1), gradient[:, 1] ** 2)
     assert torch.allclose(input_sensitivity(predictor, x), (gradient**2).sum(1))
@@ -396,43 +408,43 @@ def test_input_sensitivity_is_the_squared_gradient_without_weight_noise():
 def test_input_sensitivity_against_differences():
     from bayesformer.predict.streamlined import Uncertain
 
-    model, layout, theta = mlp(3, 6, 2, activation=nn.GELU)
-    predictor = Streamlined(model, layout, gaussian(theta, torch.full_like(theta, 0.2)))
+    model, space, theta = mlp(3, 6, 2, activation=nn.GELU)
+    predictor = Streamlined(model, space, gaussian(theta, torch.full_like(theta, 0.2)))
     x, step = torch.randn(1, 3, dtype=torch.float64), 1e-6
     found = input_sensitivity(predictor, x)
     base = predictor(x).variance.sum()
     for i in range(3):
         r = torch.zeros(1, 3, dtype=torch.float64)
         r[0, i] = step
-        higher = predictor(Uncertain(x, r, predictor.run)).variance.sum()
+        higher = predictor(Uncertain(x, r, predictor.context)).variance.sum()
         assert found[0, i].item() == pytest.approx(((higher - base) / step).item(), rel=1e-4)
 
 
 def test_layer_shares_are_what_each_layer_adds():
-    model, layout, theta = mlp(3, 6, 2)
+    model, space, theta = mlp(3, 6, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
     sd = torch.full_like(theta, 1e-3)
-    shares = layer_shares(Streamlined(model, layout, gaussian(theta, sd)), x)
+    shares = layer_shares(Streamlined(model, space, gaussian(theta, sd)), x)
     assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
-    total = streamlined_outputs(model, layout, gaussian(theta, sd), x).variance.sum()
-    for name, part in layout.views(torch.arange(len(theta))).items():
+    total = streamlined_outputs(model, space, gaussian(theta, sd), x).variance.sum()
+    for name, part in space.views(torch.arange(len(theta))).items():
         alone = torch.zeros_like(sd)
         alone[part.flatten()] = 1e-3
-        own = streamlined_outputs(model, layout, gaussian(theta, alone), x).variance.sum()
+        own = streamlined_outputs(model, space, gaussian(theta, alone), x).variance.sum()
         assert shares[name] == pytest.approx((own / total).item(), rel=1e-3)
 
 
 def test_layer_shares_of_correlated_weights():
     """Kronecker factors over one layer, independent weights in the other."""
-    model, layout, theta = mlp(3, 6, 2)
+    model, space, theta = mlp(3, 6, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
     block, _ = kronecker_block(6, 3)
     block = Kronecker(1e6 * block.out_values, block.in_values, 1e6 * block.prior, block.out_vectors, block.in_vectors)
-    rest = Diagonal(torch.full((layout.size - 18,), 1e-6, dtype=torch.float64))
-    both = GaussianLaw(theta, (slice(0, 18), slice(18, layout.size)), (block, rest))
+    rest = Diagonal(torch.full((space.size - 18,), 1e-6, dtype=torch.float64))
+    both = GaussianLaw(theta, (slice(0, 18), slice(18, space.size)), (block, rest))
     alone = GaussianLaw(theta, (slice(0, 18),), (block,))
-    shares = layer_shares(Streamlined(model, layout, both), x)
-    own, total = (streamlined_outputs(model, layout, weights, x).variance.sum() for weights in (alone, both))
+    shares = layer_shares(Streamlined(model, space, both), x)
+    own, total = (streamlined_outputs(model, space, weights, x).variance.sum() for weights in (alone, both))
     assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
     assert 0.05 < shares["0.weight"] == pytest.approx((own / total).item(), rel=1e-3)
 
@@ -449,15 +461,15 @@ def test_a_posterior_is_asked_in_batches_of_the_size_given(monkeypatch):
 
 
 def test_posteriors_that_cannot_be_used_are_refused():
-    model, layout, theta = mlp(3, 6, 2)
+    model, space, theta = mlp(3, 6, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
 
     def refused(weights, message, settings=None):
         with pytest.raises(ValueError, match=message):
-            streamlined_outputs(model, layout, weights, x, settings)
+            streamlined_outputs(model, space, weights, x, settings)
 
     refused(Samples(theta[None]), "weights must be Gaussian for a streamlined pass; got Samples")
-    refused(gaussian(theta[:-1]), "weights must have 38 numbers for this model; got 37")
+    refused(gaussian(theta[:-1]), "law must have 38 numbers for this model; got 37")
     factor = torch.randn(2, len(theta), dtype=torch.float64)
     swag = gaussian(theta, torch.ones_like(theta), factor)
     refused(swag, "cannot use a low-rank part that correlates all weights; it supports independent weights")
@@ -468,8 +480,13 @@ def test_posteriors_that_cannot_be_used_are_refused():
     refused(GaussianLaw(theta, (slice(0, 3),), (Diagonal(-torch.ones(3).double()),)),
             "variance of 0.weight must be finite and not negative; got -1.0")  # fmt: skip
     refused(gaussian(theta, torch.full_like(theta, math.nan)), "variance of 0.weight must be finite")
+    strange = torch.tensor([[math.nan, 0, 0]]).double()
     with pytest.raises(ValueError, match="inputs must be finite; got 1 NaN"):
-        streamlined_outputs(model, layout, dense, torch.tensor([[math.nan, 0, 0]]).double())
+        Posterior(model, Categorical(), gaussian(theta, torch.ones_like(theta))).outputs(
+            strange, predictive="streamlined"
+        )
+    with pytest.raises(ValueError, match="must be finite; 1 of 1 examples have NaN or infinite values in their mean"):
+        streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta)), strange)
     model.train()
     refused(gaussian(theta, torch.ones_like(theta)), r"model must be in evaluation mode .* call model.eval\(\)")
     refused(gaussian(theta, torch.ones_like(theta)), "evaluation mode", Settings(mode="correlated"))
@@ -478,36 +495,36 @@ def test_posteriors_that_cannot_be_used_are_refused():
 
 
 def test_correlations_can_be_dropped_on_request():
-    model, layout, theta = mlp(3, 6, 2)
+    model, space, theta = mlp(3, 6, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
     drop = Settings(correlations="drop")
     factor = torch.randn(2, len(theta), dtype=torch.float64)
-    swag = streamlined_outputs(model, layout, gaussian(theta, torch.ones_like(theta), factor), x, drop)
+    swag = streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta), factor), x, drop)
     marginal = gaussian(theta, (1 + factor.square().sum(0)).sqrt())
-    assert torch.allclose(swag.variance, streamlined_outputs(model, layout, marginal, x).variance)
+    assert torch.allclose(swag.variance, streamlined_outputs(model, space, marginal, x).variance)
     # A dense posterior keeps the correlations within each parameter: with one layer noisy, all but those with the bias.
     tril = torch.linalg.cholesky(positive(len(theta)))
     dense = gaussian(theta, tril=tril)
-    found = streamlined_outputs(model, layout, dense, x, Settings(correlations="drop", propagate="full"))
-    starts = torch.tensor([0, *layout.sizes]).cumsum(0)
+    found = streamlined_outputs(model, space, dense, x, Settings(correlations="drop", propagate="full"))
+    starts = torch.tensor([0, *space.sizes]).cumsum(0)
     sigma = torch.block_diag(*[(tril @ tril.mT)[a:b, a:b] for a, b in pairwise(starts.tolist())])
     places = tuple(slice(int(a), int(b)) for a, b in pairwise(starts.tolist()))
     blocks = tuple(Dense(torch.linalg.cholesky(sigma[p, p])) for p in places)
-    expected = streamlined_outputs(model, layout, GaussianLaw(theta, places, blocks), x, FULL)
+    expected = streamlined_outputs(model, space, GaussianLaw(theta, places, blocks), x, FULL)
     assert torch.allclose(found.covariance, expected.covariance)
 
 
 def test_a_dense_block_over_a_part_of_a_layer_is_refused_or_dropped_to_variances():
     """A subnetwork that happens to lie in one matrix and its bias."""
     model = nn.Sequential(nn.Linear(3, 2))
-    layout = Layout.of(model)
-    theta = layout.pack(dict(model.named_parameters()))
+    space = Space.of(model)
+    theta = space.pack(dict(model.named_parameters()))
     few = torch.tensor([1, 4, 6])  # two entries of the matrix, one of the bias
     tril = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.2, 0.3, 0.7]])
     weights, x = GaussianLaw(theta, (few,), (Dense(tril),)), torch.randn(4, 3)
     with pytest.raises(ValueError, match="cannot use a dense block over 2 parameters"):
-        streamlined_outputs(model.eval(), layout, weights, x)
-    variance = streamlined_outputs(model, layout, weights, x, Settings(correlations="drop")).diagonal
+        streamlined_outputs(model.eval(), space, weights, x)
+    variance = streamlined_outputs(model, space, weights, x, Settings(correlations="drop")).diagonal
     v = weights.variance()
     expected = torch.stack([x[:, 1] ** 2 * v[1] + v[6], x[:, 1] ** 2 * v[4]], 1)
     torch.testing.assert_close(variance, expected)

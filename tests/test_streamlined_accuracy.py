@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bayesformer.laws import gaussian
-from bayesformer.network import Layout
+from bayesformer.model.space import Space
 from bayesformer.study import accuracy
 from tests.laws import assert_mean
 
@@ -26,16 +26,16 @@ class Parts(nn.Module):
 def case(count=5):
     torch.manual_seed(0)
     model = Parts().eval()
-    layout = Layout.of(model)
-    theta = layout.pack(dict(model.named_parameters()))
+    space = Space.of(model)
+    theta = space.pack(dict(model.named_parameters()))
     weights = gaussian(theta, torch.rand_like(theta))
-    return accuracy.Case("tiny", model, layout, weights, torch.randn(64, 3), count)
+    return accuracy.Case("tiny", model, space, weights, torch.randn(64, 3), count)
 
 
 def test_monte_carlo_estimates_the_variance():
     given = case()
     found = [accuracy.monte_carlo(given, given.inputs, 200, seed=seed) for seed in range(30)]
-    sd = given.layout.views(given.weights.sd.double())
+    sd = given.space.views(given.law.sd.double())
     squares = given.inputs.double().square()
     exact = sum(
         squares @ sd[f"body.{p}.weight"].square().mT + sd[f"body.{p}.bias"].square() for p in ("mlp", "attention")
@@ -46,10 +46,10 @@ def test_monte_carlo_estimates_the_variance():
 
 def test_spread_of_one_part_alone():
     given = case()
-    kept = accuracy.only(given, "mlp")
-    sd = kept.layout.views(kept.weights.sd)
+    kept = accuracy.with_spread_in(given, "mlp")
+    sd = kept.space.views(kept.law.sd)
     assert not sd["body.attention.weight"].any()
-    assert torch.equal(sd["body.mlp.weight"], given.layout.views(given.weights.sd)["body.mlp.weight"])
+    assert torch.equal(sd["body.mlp.weight"], given.space.views(given.law.sd)["body.mlp.weight"])
     assert kept.name == "tiny, mlp"
 
 

@@ -8,19 +8,30 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesformer.bench.tasks import TASKS
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.laws import gaussian
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 from bayesformer.models import Encoder, SequenceClassifier, Tagger
-from bayesformer.network import Layout, apply
+from bayesformer.predict import streamlined
 from bayesformer.predict.streamlined import (
     NoRuleError,
     Settings,
     Streamlined,
     Uncertain,
     layer_shares,
-    streamlined_outputs,
 )
-from bayesformer.predict.streamlined.carrier import Run
+from bayesformer.predict.streamlined.carrier import PassContext
 from bayesformer.predict.streamlined.modules import standing_in
+
+
+def streamlined_outputs(model, space, law, inputs, settings=None, batch_size=256):
+    """The outputs of inputs held as tensors, some at a time."""
+    count = len(first_tensor(inputs))
+    starts = range(0, count, batch_size)
+    batches = (map_inputs(inputs, lambda x, a=a: x[a : a + batch_size]) for a in starts)
+    return streamlined.streamlined_outputs(model, space, law, batches, settings, count)
+
 
 IDS = torch.tensor([[3, 17, 5, 40, 8], [9, 2, 0, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
@@ -111,9 +122,9 @@ def prepared(name, sd=0.05):
     torch.manual_seed(3)
     build, inputs = MODELS[name]
     model = build().eval()
-    layout = Layout.of(model)
-    theta = layout.pack(dict(model.named_parameters()))
-    return model, layout, gaussian(theta, torch.full_like(theta, sd)), inputs
+    space = Space.of(model)
+    theta = space.pack(dict(model.named_parameters()))
+    return model, space, gaussian(theta, torch.full_like(theta, sd)), inputs
 
 
 def fingerprint(model):
@@ -126,12 +137,12 @@ def fingerprint(model):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_runs_unmodified_and_is_restored(name):
-    model, layout, weights, inputs = prepared(name)
+    model, space, weights, inputs = prepared(name)
     before = fingerprint(model)
     with torch.no_grad():
         expected = apply(model, inputs)
     for settings in ALL:
-        found = streamlined_outputs(model, layout, weights, inputs, settings)
+        found = streamlined_outputs(model, space, weights, inputs, settings)
         scale = expected.abs().max()
         if settings.activations == "linear":
             assert (found.mean - expected).abs().max() < 1e-5 * scale
@@ -156,7 +167,7 @@ def test_a_model_is_restored_after_an_error(name):
     if name != "encoder":
         head, model.lm_head = model.lm_head, nn.Sequential(model.lm_head, Broken()).eval()
     theta = weights.mean
-    predictor = Streamlined(broken, Layout.of(broken), gaussian(theta, torch.full_like(theta, 0.1)))
+    predictor = Streamlined(broken, Space.of(broken), gaussian(theta, torch.full_like(theta, 0.1)))
     with pytest.raises(NoRuleError, match="logcumsumexp"):
         predictor(inputs)
     if name != "encoder":
@@ -168,34 +179,34 @@ def test_a_model_is_restored_after_an_error(name):
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "vision", "encoder"])
 def test_one_bayesian_parameter_at_a_time_adds_variance(name):
     """Nothing is dropped on the way: each parameter that the output depends on shows in it."""
-    model, layout, weights, inputs = prepared(name)
-    shares = layer_shares(Streamlined(model, layout, weights, Settings(queries_keys="first_order")), inputs)
-    assert set(shares) == set(layout.names)
+    model, space, weights, inputs = prepared(name)
+    shares = layer_shares(Streamlined(model, space, weights, Settings(queries_keys="first_order")), inputs)
+    assert set(shares) == set(space.names)
     unused = {name for name, share in shares.items() if share <= 0}
     # Adding one vector to all keys leaves a softmax as it is; to first order with independent keys it does not.
     assert not unused, f"no variance from {unused}"
-    known = layer_shares(Streamlined(model, layout, weights), inputs)
+    known = layer_shares(Streamlined(model, space, weights), inputs)
     quiet = {name for name, share in known.items() if share == 0}
     assert all(any(word in name for word in ("query", "key", "q_proj", "k_proj")) for name in quiet)
 
 
 def test_padding_adds_no_variance():
     """What a padded token holds does not matter to the others."""
-    model, layout, weights, _ = prepared("bert")
+    model, space, weights, _ = prepared("bert")
     other = {**TEXT, "input_ids": IDS.masked_fill(MASK == 0, 33)}
     for settings in ALL:
-        a, b = (streamlined_outputs(model, layout, weights, x, settings) for x in (TEXT, other))
+        a, b = (streamlined_outputs(model, space, weights, x, settings) for x in (TEXT, other))
         assert torch.allclose(a.variance, b.variance, rtol=1e-5)
 
 
 def test_causal_models_do_not_look_ahead():
     for name in ("gpt2", "llama", "regressor"):
-        model, layout, weights, inputs = prepared(name)
+        model, space, weights, inputs = prepared(name)
         x = inputs["input_ids"] if isinstance(inputs, dict) else inputs
         changed = x.clone()
         changed[:, -1] = 7
         wrap = (lambda v: {"input_ids": v}) if isinstance(inputs, dict) else (lambda v: v)
-        a, b = (streamlined_outputs(model, layout, weights, wrap(v)) for v in (x, changed))
+        a, b = (streamlined_outputs(model, space, weights, wrap(v)) for v in (x, changed))
         assert torch.equal(a.variance[:, :-1], b.variance[:, :-1])
         assert not torch.equal(a.variance[:, -1], b.variance[:, -1])
 
@@ -204,7 +215,7 @@ def test_gelu_of_several_operations_is_one_function():
     """GPT-2's gelu_new is x · (1 + tanh(...)) of one x: its slope is the tanh GELU's."""
     model, *_ = prepared("gpt2")
     act = model.transformer.h[0].mlp.act
-    x = Uncertain(torch.randn(5), torch.rand(5), Run(Settings()))
+    x = Uncertain(torch.randn(5), torch.rand(5), PassContext(Settings()))
     with standing_in(model):
         found = act(x)
     expected = F.gelu(x, approximate="tanh")
@@ -218,7 +229,7 @@ def test_rms_norm_of_several_operations_is_one_function():
     norm = model.model.norm
     with torch.no_grad():
         norm.weight.copy_(torch.rand(8) + 0.5)
-    x = Uncertain(torch.randn(2, 8), torch.rand(2, 8), Run(Settings(layer_norm="jacobian")))
+    x = Uncertain(torch.randn(2, 8), torch.rand(2, 8), PassContext(Settings(layer_norm="jacobian")))
     with standing_in(model):
         found = norm(x)
     expected = F.rms_norm(x, (8,), norm.weight, norm.variance_epsilon)
@@ -230,7 +241,7 @@ def test_rotary_positions_turn_variances():
     """With uncertain queries alone: (cos² s_i + sin² s_j), as the model's own rotation says."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    q = Uncertain(torch.randn(1, 2, 3, 4), torch.rand(1, 2, 3, 4), Run(Settings()))
+    q = Uncertain(torch.randn(1, 2, 3, 4), torch.rand(1, 2, 3, 4), PassContext(Settings()))
     angle = torch.randn(1, 3, 2).repeat(1, 1, 2)
     turned, _ = apply_rotary_pos_emb(q, torch.zeros(1, 2, 3, 4), angle.cos(), angle.sin())
     swapped = torch.cat([q.s[..., 2:], q.s[..., :2]], -1)
@@ -238,8 +249,8 @@ def test_rotary_positions_turn_variances():
 
 
 def test_gradient_reaches_the_variances_of_a_whole_transformer():
-    model, layout, weights, inputs = prepared("vision")
-    predictor = Streamlined(model, layout, weights)
+    model, space, weights, inputs = prepared("vision")
+    predictor = Streamlined(model, space, weights)
     scale = torch.tensor(1.0, requires_grad=True)
     parameters = {
         name: value.like(value.m, value.v * scale) if isinstance(value, Uncertain) else value
@@ -249,7 +260,7 @@ def test_gradient_reaches_the_variances_of_a_whole_transformer():
     (slope,) = torch.autograd.grad(total, scale)
     step = 1e-3
     higher, lower = (
-        streamlined_outputs(model, layout, gaussian(weights.mean, weights.sd * math.sqrt(1 + e)), inputs)
+        streamlined_outputs(model, space, gaussian(weights.mean, weights.sd * math.sqrt(1 + e)), inputs)
         for e in (step, -step)
     )
     difference = (higher.variance.double().sum() - lower.variance.double().sum()) / (2 * step)

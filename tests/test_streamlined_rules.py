@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 from bayesformer.model.multihead import multi_head_attention_forward
 from bayesformer.predict.streamlined import NoRuleError, Settings, Uncertain, module_rule, rule
-from bayesformer.predict.streamlined.carrier import RULES, Run
+from bayesformer.predict.streamlined.carrier import RULES, PassContext
 from bayesformer.predict.streamlined.modules import MODULE_RULES, activation, standing_in
 from tests.laws import assert_mean
 
 
 def run(**settings):
-    return Run(Settings(**settings))
+    return PassContext(Settings(**settings))
 
 
 def gaussian(*shape, full=False, **settings):
@@ -154,7 +154,7 @@ def test_simple_layer_norm_takes_the_statistics_as_constants(full):
 def test_uncertain_gain_and_shift_of_a_norm():
     x = torch.randn(5, 4, dtype=torch.float64)
     gain, shift = gaussian(4), gaussian(4)
-    shift.run = gain.run
+    shift.context = gain.context
     found = F.layer_norm(x, (4,), gain, shift)
     normalised = F.layer_norm(x, (4,))
     assert torch.allclose(found.m, normalised * gain.m + shift.m)
@@ -180,7 +180,7 @@ def test_gated_product_keeps_what_its_two_branches_share(full):
     """silu(G x) · (U x) of one noisy input: in the limit of small noise, the Jacobian of the whole."""
     G, U = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     x = gaussian(2, 4, full=full)
-    small = Uncertain(x.m, x.v * 1e-8, x.run)
+    small = Uncertain(x.m, x.v * 1e-8, x.context)
 
     def gated(h):
         return F.silu(F.linear(h, G)) * F.linear(h, U)
@@ -189,7 +189,7 @@ def test_gated_product_keeps_what_its_two_branches_share(full):
     found = gated(small)
     assert torch.allclose(found.S if full else found.s, expected, rtol=1e-5, atol=1e-18)
     if not full:  # branches taken as independent would be far off
-        apart = F.silu(F.linear(small, G)) * F.linear(Uncertain(x.m, small.v, x.run), U)
+        apart = F.silu(F.linear(small, G)) * F.linear(Uncertain(x.m, small.v, x.context), U)
         assert ((apart.s - expected).abs() / expected).max() > 0.05
 
 
@@ -281,16 +281,16 @@ def test_grouped_heads():
     assert torch.allclose(found.s, variance)
 
 
-@pytest.mark.parametrize("layout", ["batched", "flat"])
+@pytest.mark.parametrize("space", ["batched", "flat"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_shared_tokens_square_the_weights_noise_after_mixing(layout, bias):
+def test_shared_tokens_square_the_weights_noise_after_mixing(space, bias):
     """Against draws of W_v (and its bias) that serve all tokens at once."""
     shared = run(tokens="shared")
     x = torch.randn(2, 3, 4, dtype=torch.float64) + 0.5
     W = Uncertain(torch.randn(4, 4, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64), shared)
     b = Uncertain(torch.zeros(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64), shared) if bias else None
     mix = torch.randn(2, 2, 3, 3, dtype=torch.float64).softmax(-1)
-    value = F.linear(x, W, b) if layout == "batched" else F.linear(x.view(-1, 4), W, b).view(2, 3, 4)
+    value = F.linear(x, W, b) if space == "batched" else F.linear(x.view(-1, 4), W, b).view(2, 3, 4)
     found = mix @ value.view(2, 3, 2, 2).transpose(1, 2)
     n = 40_000
     draws = W.m + W.s.sqrt() * torch.randn(n, 4, 4, dtype=torch.float64)
@@ -306,11 +306,11 @@ def test_shared_tokens_square_the_weights_noise_after_mixing(layout, bias):
 def test_shared_tokens_with_noisy_inputs_and_a_mean_over_tokens():
     """Σ_d V_kd ((mean m_d)² + Σ_u s_ud / T²) + W² s / T²."""
     x = gaussian(2, 3, 4, tokens="shared")
-    W = Uncertain(torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64), x.run)
+    W = Uncertain(torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64), x.context)
     found = F.linear(x, W).mean(1)
     s = x.s.sum(1) / 9
     assert torch.allclose(found.s, x.m.mean(1).square() @ W.s.mT + s @ (W.s + W.m**2).mT)
-    b = Uncertain(torch.zeros(5).double(), torch.rand(5).double(), x.run)
+    b = Uncertain(torch.zeros(5).double(), torch.rand(5).double(), x.context)
     summed = F.linear(x, W, b).sum(1)  # one bias, added three times
     assert torch.allclose(summed.s, 9 * (found.s + b.s))
 
@@ -318,7 +318,7 @@ def test_shared_tokens_with_noisy_inputs_and_a_mean_over_tokens():
 def test_shared_tokens_fall_back_where_the_tokens_lie_otherwise():
     """Batch and tokens swapped after the layer: then mixing is over other things than its tokens."""
     x = gaussian(3, 2, 4, tokens="shared")
-    W = Uncertain(torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64), x.run)
+    W = Uncertain(torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64), x.context)
     value = F.linear(x, W)
     found = MIX @ value.transpose(0, 1)
     assert torch.allclose(found.s, MIX**2 @ value.s.transpose(0, 1))
@@ -336,7 +336,7 @@ def test_first_order_queries_and_keys():
     """Small noise in the queries alone: the variance of the weights and of the output by the Jacobian."""
     _, (q, k, v), _ = attention_inputs(3, queries_keys="first_order")
     k, v = k.m, v.m
-    q = Uncertain(q.m, q.v * 1e-6, q.run)
+    q = Uncertain(q.m, q.v * 1e-6, q.context)
     logits = q @ k.mT
     weights = F.softmax(logits, -1)
     expected = torch.softmax(q.m @ k.mT, -1)
@@ -344,7 +344,7 @@ def test_first_order_queries_and_keys():
     jacobian = torch.diag_embed(expected) - expected.unsqueeze(-1) * expected.unsqueeze(-2)
     assert torch.allclose(weights.s, (jacobian**2 @ logits.s.unsqueeze(-1)).squeeze(-1))
     assert (F.scaled_dot_product_attention(q, k, v).s > 0).all()
-    q.run = run()
+    q.context = run()
     assert not isinstance(F.scaled_dot_product_attention(q, k, v), Uncertain)  # deterministic: nothing is left
 
 
@@ -393,12 +393,12 @@ def test_convolution_against_draws_as_a_linear_layer(noisy):
     """Every output of a convolution is a linear layer's on its patch."""
     x = gaussian(2, 3, 5, 5) if noisy else torch.randn(2, 3, 5, 5, dtype=torch.float64)
     w, b = gaussian(4, 3, 2, 2), gaussian(4)
-    w.run = b.run = x.run if noisy else w.run
+    w.context = b.context = x.context if noisy else w.context
     found = F.conv2d(x, w, b, stride=2, padding=1)
     unfold = {"kernel_size": 2, "stride": 2, "padding": 1}
     m, s = (x.m, x.s) if noisy else (x, torch.zeros_like(x))
-    patches = Uncertain(F.unfold(m, **unfold).mT, F.unfold(s, **unfold).mT, w.run)
-    expected = F.linear(patches, Uncertain(w.m.flatten(1), w.s.flatten(1), w.run), b)
+    patches = Uncertain(F.unfold(m, **unfold).mT, F.unfold(s, **unfold).mT, w.context)
+    expected = F.linear(patches, Uncertain(w.m.flatten(1), w.s.flatten(1), w.context), b)
     assert torch.allclose(found.m.flatten(2), expected.m.mT)
     assert torch.allclose(found.s.flatten(2), expected.s.mT)
 

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bayesformer as bf
+from bayesformer.data import InMemory
 from bayesformer.laplace import estimate as curvature_of
 from bayesformer.laplace.structures import KroneckerCurvature
 from bayesformer.laws import GaussianLaw, gaussian
-from bayesformer.network import Layout
+from bayesformer.model.space import Space
 from bayesformer.predict import head, linearised
 from tests.curvature_zoo import jacobian
 
@@ -72,8 +73,9 @@ def test_nothing_is_as_large_as_a_square_of_the_outputs(which, structure):
     """Fit and predict. What is allowed: some numbers for each output of each token, and for each weight."""
     model, data = problem(which)
     inputs = {name: x[:2] for name, x in data.inputs.items()}
+    aligned = bf.Categorical(aligned=True)
     with Largest() as largest:
-        posterior = bf.laplace(model, data, likelihood="categorical", structure=structure, prior_precision=1.0)
+        posterior = bf.laplace(model, data, likelihood=aligned, structure=structure, prior_precision=1.0)
         outputs = posterior.outputs(inputs)
         probs = posterior.predict(inputs, link="probit").probs
         posterior.predict(inputs, draws=3)
@@ -95,8 +97,8 @@ def exact(model, inputs, covariance):
 def test_more_outputs_than_features_are_exact_whatever_is_random(law, tied):
     """All weights, the last layer among them: it moves outputs in ways that no feature can."""
     model = llama(40, tied).double().eval()
-    size = Layout.of(model).size
-    mean = Layout.of(model).pack(dict(model.named_parameters()))
+    size = Space.of(model).size
+    mean = Space.of(model).pack(dict(model.named_parameters()))
     sd, factor = 0.1 + torch.rand(size, dtype=F64), torch.randn(2, size, dtype=F64)
     weights = gaussian(mean, sd) if law == "diagonal" else gaussian(mean, sd, factor)
     covariance = sd.square().diag() + (0 if law == "diagonal" else factor.T @ factor)
@@ -130,13 +132,25 @@ def test_a_kronecker_head_that_must_be_cut_keeps_its_variances(monkeypatch):
     torch.testing.assert_close(cut.variance, expected)
 
 
+class Reading(InMemory):
+    """Remembers how many examples were read at a time."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.sizes = []
+
+    def in_order(self, batch_size, device=None):
+        for batch in super().in_order(batch_size, device):
+            self.sizes.append(len(batch.targets))
+            yield batch
+
+
 def test_minibatches_are_small_where_outputs_are_many(monkeypatch):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)).double().eval()
     data = bf.Data(torch.randn(7, 3, dtype=F64), torch.randint(6, (7,)))
     whole = curvature_of(model, "categorical", data, "full")
-    seen = []
-    model.register_forward_hook(lambda _, given, out: seen.append(len(out)))
+    read = Reading(data)
     monkeypatch.setattr(sys.modules["bayesformer.laplace.estimate"], "OUTPUTS", 13)  # its name is a function's too
-    found = curvature_of(model, "categorical", data, "full")
-    assert seen[-4:] == [2, 2, 2, 1]
+    found = curvature_of(model, "categorical", read, "full")
+    assert read.sizes == [2, 2, 2, 1]
     torch.testing.assert_close(found.structures[0].dense(), whole.structures[0].dense())

@@ -47,12 +47,12 @@ def picture(posterior: Posterior, inputs: Inputs, weights: int = 2, predictions:
     """A few traces to draw: [{"name": ..., "chains": [[...], ...]}], predictions first, then named weights."""
     seen = function_traces(posterior, inputs, predictions)
     found = [(f"output {i + 1} of {seen.shape[-1]}", seen[..., i]) for i in range(seen.shape[-1])]
-    rows = posterior.weights.rows(posterior.draws)
+    rows = posterior.law.rows(posterior.draws)
     spread = rows.std(0)
-    moving = [name for name, views in posterior.layout.views(spread).items() if (views > 0).any()]
+    moving = [name for name, views in posterior.space.views(spread).items() if (views > 0).any()]
     # The first and the last of the weights that move: in most networks the embedding and the head.
     for name in (moving[:1] + moving[-1:])[:weights]:
-        most = posterior.layout.views(spread)[name].argmax()
+        most = posterior.space.views(spread)[name].argmax()
         trace = _by_chain(posterior, posterior.sample()[name].flatten(1)[:, most, None], 1)
         found.append((f"{name}[{int(most)}]", trace[..., 0]))
     return [{"name": name, "chains": _rounded(trace)} for name, trace in found]

@@ -1,10 +1,10 @@
-"""The demonstration: all first methods on small data, short enough to watch."""
+"""The cells of `bayesformer demo`: four methods on small data with short training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bayesformer.bench.runner import Cell, plan
+from bayesformer.bench.planning import Cell, plan
 
 NOTE = (
     "Demo settings: short training (20 epochs on the series, 30 on the digits), 3 ensemble members, 10 dropout "
@@ -15,7 +15,7 @@ METHODS = ("mle", "map", "ensemble", "mc_dropout")
 
 
 def cells(seeds: Sequence[int]) -> list[Cell]:
-    """What the demo runs."""
+    """All cells that the demo runs, with these training seeds."""
     methods = {"ensemble": {"members": 3}, "mc_dropout": {"draws": 10}}
     toy = {"training": {"epochs": 20}, "toy/*": {"test": 1000}, **methods}
     digits = {"training": {"epochs": 30}, **methods}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics as stats
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from bayesformer.bench.statistics import Standing, standings
+from bayesformer.bench.statistics import Standing, finite, part, standings
 from bayesformer.core.errors import unknown_name
 from bayesformer.evaluate.catalogue import describe
 
@@ -23,7 +23,7 @@ def comparison(results: Sequence[dict[str, Any]], metric: str | None = None) -> 
     tasks = sorted({r["task"] for r in results})
     columns = {task: _column([r for r in results if r["task"] == task], task, metric) for task in tasks}
     rows = sorted({name for column in columns.values() for name in column})
-    most = max(s.summary.n for column in columns.values() for s in column.values() if s.summary)
+    most = max((s.summary.n for column in columns.values() for s in column.values() if s.summary), default=0)
 
     def place(name: str) -> tuple[bool, float]:
         found = [s.summary.mean for c in columns.values() if (s := c.get(name)) and s.summary]
@@ -38,7 +38,7 @@ def comparison(results: Sequence[dict[str, Any]], metric: str | None = None) -> 
 
 def _column(results: Sequence[dict[str, Any]], task: str, metric: str | None) -> dict[str, Standing]:
     known = {name for r in results for name in r["metrics"]}
-    name = metric or ("oracle_gap" if "oracle_gap" in known else results[0]["primary"])
+    name = metric or ("oracle_gap" if "oracle_gap" in known else results[0].get("primary", "log_likelihood"))
     if name not in known:
         raise unknown_name("metric", name, known)
     # The tables of priors are named after their task; as a row they are one method.
@@ -67,16 +67,23 @@ def choices(results: Sequence[dict[str, Any]], setting: str) -> dict[str, dict[A
     """
     groups: dict[str, dict[Any, dict[tuple[str, int], float]]] = defaultdict(lambda: defaultdict(dict))
     for result in results:
-        method: Mapping[str, Any] = result["settings"]["method"]
-        if setting in method:
+        method: Mapping[str, Any] = part(part(result, "settings"), "method")
+        if setting in method and finite(result.get("validation")) is not None:
             cell = result["task"], int(result["seed"])
-            groups[_family(result, setting)][method[setting]][cell] = result["validation"]
+            value = method[setting] if isinstance(method[setting], Hashable) else str(method[setting])
+            groups[_family(result, setting)][value][cell] = result["validation"]
     found = {}
     for name, values in groups.items():
         shared = set.intersection(*(set(cells) for cells in values.values()))
         if len(values) > 1 and shared:
-            found[name] = {v: stats.fmean(cells[c] for c in shared) for v, cells in sorted(values.items())}
+            found[name] = {v: stats.fmean(cells[c] for c in shared) for v, cells in sorted(values.items(), key=_rank)}
     return found
+
+
+def _rank(item: tuple[Any, object]) -> tuple[str, Any]:
+    """Numbers by size, then texts, then what cannot be compared by its text."""
+    value = item[0]
+    return ("", value) if isinstance(value, int | float) else (type(value).__name__, str(value))
 
 
 def _family(result: Mapping[str, Any], setting: str) -> str:
@@ -90,7 +97,12 @@ def _family(result: Mapping[str, Any], setting: str) -> str:
 def choice_table(results: Sequence[dict[str, Any]], setting: str) -> str:
     """Every choice as a table, the chosen value in bold."""
     found = choices(results, setting)
-    values = sorted({v for scores in found.values() for v in scores})
+    if not found:
+        known = {name for r in results for name in part(part(r, "settings"), "method")}
+        if setting not in known:
+            raise unknown_name("setting of the methods in these results", setting, known)
+        raise ValueError(f"setting {setting!r} must have several values in the runs of one method; got one of each.")
+    values = [v for v, _ in sorted({v: 0 for scores in found.values() for v in scores}.items(), key=_rank)]
     lines = [f"| validation log-likelihood at {setting} | {' | '.join(map(str, values))} |"]
     lines.append("|---|" + "---|" * len(values))
     for name, scores in sorted(found.items()):

@@ -1,4 +1,4 @@
-"""What several training seeds say: spread, paired differences to the MLE, ranks.
+"""Statistics over training seeds: mean and spread, paired differences to the MLE, ranks.
 
 A row of a table is an `Entry`: a method and its variant. Every number is over the seeds with a finite value;
 `failed` counts the others, so that a diverged run is never averaged away in silence.
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name shown to readers."""
+        """The method's name, with its variant in brackets if it has one."""
         return f"{self.method} ({self.variant})" if self.variant else self.method
 
 
@@ -56,7 +56,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Standing:
-    """Where an entry stands on one task and one metric."""
+    """The result of one entry on one task and one metric: rank, mean, difference to the MLE and verdict."""
 
     entry: Entry
     rank: int | None
@@ -68,17 +68,17 @@ class Standing:
 
     @property
     def tested(self) -> bool:
-        """Whether the verdict comes from a test."""
+        """True if the verdict comes from a significance test."""
         return self.verdict not in ("baseline", "untested")
 
     @property
     def fragile(self) -> bool:
-        """Whether it comes from a test on few seeds."""
+        """True if that test had fewer than `FEW_SEEDS` pairs of seeds."""
         return self.tested and self.difference is not None and self.difference.n < FEW_SEEDS
 
 
 def entry_of(result: Result) -> Entry:
-    """The row a result belongs to."""
+    """The row (method and variant) that a result belongs to."""
     return Entry(str(result["method"]), str(result.get("variant") or ""))
 
 
@@ -160,7 +160,7 @@ def best(values: Mapping[K, float | None], better: Better) -> set[K]:
 
 
 def means(summaries: Mapping[K, Summary | None]) -> dict[K, float | None]:
-    """The means alone."""
+    """The mean of every summary; None where there is no summary."""
     return {k: s.mean if s else None for k, s in summaries.items()}
 
 

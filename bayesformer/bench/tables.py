@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from bayesformer.bench.statistics import entry_of, finite
 from bayesformer.evaluate.catalogue import describe
 
 COLUMNS = ("log_likelihood", "oracle_gap", "accuracy", "ece", "crps", "auroc/shuffled", "auroc/noise")
 
 
 def print_tables(results: Sequence[dict[str, Any]]) -> None:
-    """One table per task: methods by the task's primary metric, mean ± standard deviation over seeds."""
+    """Print one table per task: methods in the order of the primary metric, mean ± standard deviation over seeds."""
     from rich.console import Console
     from rich.table import Table
 
@@ -23,7 +24,7 @@ def print_tables(results: Sequence[dict[str, Any]]) -> None:
     for result in results:
         by_task[result["task"]][_name(result)].append(result)
     for task, methods in by_task.items():
-        primary = next(iter(methods.values()))[0]["primary"]
+        primary = next(iter(methods.values()))[0].get("primary", COLUMNS[0])
         shown = [c for c in COLUMNS if any(c in r["metrics"] for rs in methods.values() for r in rs)]
         table = Table(title=f"{task}: {_seeds(methods)}", title_justify="left", box=None, header_style="bold")
         table.add_column("method", no_wrap=True)
@@ -34,15 +35,15 @@ def print_tables(results: Sequence[dict[str, Any]]) -> None:
         quality = {method: _mean(_values(cells, primary)) for method, cells in methods.items()}
         for method in sorted(methods, key=quality.__getitem__, reverse=describe(primary).better == "higher"):
             cells = [_spread(_values(methods[method], name)) for name in shown]
-            seconds = _mean([r["cost"]["fit_seconds"] for r in methods[method]])
-            milliseconds = _mean([r["cost"]["predict_ms"] for r in methods[method]])
+            seconds = _mean(_values(methods[method], "fit_seconds", "cost"))
+            milliseconds = _mean(_values(methods[method], "predict_ms", "cost"))
             table.add_row(method, *cells, f"{seconds:.1f}", f"{milliseconds:.2f}")
         console.print(table)
         console.print()
 
 
 def _name(result: dict[str, Any]) -> str:
-    return f"{result['method']} ({result['variant']})" if result["variant"] else result["method"]
+    return entry_of(result).label
 
 
 def _seeds(methods: dict[str, list[dict[str, Any]]]) -> str:
@@ -50,8 +51,8 @@ def _seeds(methods: dict[str, list[dict[str, Any]]]) -> str:
     return f"{'-'.join(str(c) for c in sorted(counts))} seed{'s' if max(counts) > 1 else ''}"
 
 
-def _values(results: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [r["metrics"][name] for r in results if r["metrics"].get(name) is not None]
+def _values(results: Sequence[dict[str, Any]], name: str, part: str = "metrics") -> list[float]:
+    return [value for r in results if (value := finite(r[part].get(name))) is not None]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -22,13 +22,15 @@ class OracleBeatenError(RuntimeError):
     """A method scored significantly above the true process, which only a leak can do."""
 
 
-class WorkerDiedError(RuntimeError):
-    """A worker process ended in the middle of a task: killed, out of memory, crashed, or by its own exit."""
-
-
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """The error for a name that is not in a list: says the name, the nearest one and the list."""
     names = sorted(known)
+    if not names:
+        return ValueError(f"unknown {kind} {name!r}; there is none.")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(names)}.")
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended in the middle of a task: killed, out of memory, crashed, or by its own exit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from bayesformer.core.errors import DamagedFileError
 SMALL = 16 * 2**20
 FACTS, SUM = "facts", "checksum"  # the metadata our files carry: a JSON object, and a hash of it and all tensors
 LONGEST = 256 * 2**20  # bytes of JSON that are read at all
+NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # JSON has no such numbers
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -40,8 +42,30 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """One line of JSON."""
-    write_atomically(path, (json.dumps(value, allow_nan=False) + "\n").encode())
+    """One line of JSON, in which infinities and NaN are the texts of `NOT_FINITE`; `with_numbers` reads them back."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:  # a number that JSON does not have
+        text = json.dumps(with_texts(value), allow_nan=False)
+    write_atomically(path, (text + "\n").encode())
+
+
+def with_texts(value: Any) -> Any:
+    """The value with "inf", "-inf" or "nan" in place of every float that is not finite, in lists and dicts, too."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {name: with_texts(entry) for name, entry in value.items()}
+    return [with_texts(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def with_numbers(value: Any) -> Any:
+    """The value with floats in place of the texts "inf", "-inf" and "nan", in lists and dicts, too."""
+    if isinstance(value, str):
+        return NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: with_numbers(entry) for name, entry in value.items()}
+    return [with_numbers(entry) for entry in value] if isinstance(value, list) else value
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -53,8 +77,12 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DamagedFileError:
+        raise
+    except (ValueError, RecursionError) as error:  # a JSONDecodeError, bad UTF-8, numbers without end: ValueErrors all
         raise DamagedFileError(f"{what} {path} is not valid JSON ({error}): truncated or altered.") from error
+    except OSError as error:
+        raise DamagedFileError(f"{what} {path} cannot be read ({error}).") from error
     if not isinstance(value, dict):
         raise DamagedFileError(f"{what} {path} must hold a JSON object; got {type(value).__name__}.")
     return value
@@ -82,10 +110,14 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
     return tensors
 
 
-def read_facts(path: Path, what: str) -> dict[str, Any]:
-    """The facts written with the tensors."""
+def read_checked(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and the facts written with them, both under a checksum that must be there."""
+    tensors = read_tensors(path, what)
     with _reading(path, what), safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {}).get(FACTS, "{}"))
+        known = file.metadata() or {}
+        if SUM not in known or FACTS not in known:
+            raise DamagedFileError(f"{what} {path} was altered: it has no checksum.")
+        return tensors, json.loads(known[FACTS])
 
 
 def _check_regular(path: Path, what: str) -> None:
@@ -101,7 +133,9 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{what} {path} does not exist.") from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except DamagedFileError:
+        raise
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise DamagedFileError(f"{what} {path} cannot be read ({error}): truncated or altered.") from error
 
 

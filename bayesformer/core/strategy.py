@@ -165,20 +165,50 @@ def run_members(
         workers: processes, used if there are two or more; None is 1, or all cores for strategy "processes".
         reporter: told of progress.
     """
+    chosen = decide(task, members, strategy, workers)
+    return MemberResults(chosen, run_as(task, members, chosen, workers, reporter))
+
+
+def decide(
+    task: MemberTask,
+    members: Sequence[int],
+    strategy: Strategy = "auto",
+    workers: int | Workers | None = None,
+    veto: str | None = None,
+) -> Chosen:
+    """The strategy that `run_members` takes; `veto` is a reason of the caller's why "auto" must not batch."""
     check_strategy(strategy)
     if not members:
         raise ValueError("members must hold at least one member; got none.")
-    count = _count(workers, strategy)
-    chosen: Chosen
     if strategy == "auto":
-        chosen = choose(len(members), task.weights, task.largest, task.device, count, task.why_not_batched)
-    else:
-        chosen = "looped" if strategy == "processes" and in_worker() else strategy
-        reason = task.why_not_batched() if chosen == "batched" else None
-        if reason:
-            raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped' or 'processes'.")
-    processes = workers if isinstance(workers, Workers) else count
-    return MemberResults(chosen, _run(task, members, chosen, processes, reporter or Silent()))
+        count = _count(workers, strategy)
+        return choose(
+            len(members), task.weights, task.largest, task.device, count, lambda: veto or task.why_not_batched()
+        )
+    if strategy == "processes":
+        return "looped" if in_worker() else "processes"
+    reason = task.why_not_batched() if strategy == "batched" else None
+    if reason:
+        raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped' or 'processes'.")
+    return strategy
+
+
+def run_as(
+    task: MemberTask,
+    members: Sequence[int],
+    chosen: Chosen,
+    workers: int | Workers | None = None,
+    reporter: Reporter | None = None,
+) -> list[Any]:
+    """The task's results for all members, in their order, by a strategy that was decided on."""
+    reporter = reporter or Silent()
+    if chosen == "batched":
+        return [task.batched(members[i : i + CHUNK], reporter) for i in range(0, len(members), CHUNK)]
+    if chosen == "processes":
+        processes = workers if isinstance(workers, Workers) else _count(workers, chosen)
+        found = dict(run_in_processes(task.single, members, processes, reporter, task.shared()))
+        return [found[i] for i in range(len(members))]
+    return [task.single(member, reporter) for member in members]
 
 
 def _count(workers: int | Workers | None, strategy: Strategy) -> int:
@@ -193,14 +223,3 @@ def check_strategy(strategy: str) -> None:
     """Refuse a strategy that does not exist."""
     if strategy not in STRATEGIES:
         raise unknown_name("strategy", strategy, STRATEGIES)
-
-
-def _run(
-    task: MemberTask, members: Sequence[int], chosen: Chosen, workers: int | Workers, reporter: Reporter
-) -> list[Any]:
-    if chosen == "batched":
-        return [task.batched(members[i : i + CHUNK], reporter) for i in range(0, len(members), CHUNK)]
-    if chosen == "processes":
-        found = dict(run_in_processes(task.single, members, workers, reporter, task.shared()))
-        return [found[i] for i in range(len(members))]
-    return [task.single(member, reporter) for member in members]

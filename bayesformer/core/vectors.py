@@ -11,9 +11,24 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bayesformer.core.compat import transformed as transformed  # noqa: PLC0414
-from bayesformer.core.draws import normal_like as normal_like  # noqa: PLC0414
+from bayesformer.core.compat import transformed
+from bayesformer.core.draws import normal_like
 from bayesformer.core.types import Batch, LogJoint, Params
+
+__all__ = [
+    "PIECE",
+    "THETA",
+    "blank",
+    "count",
+    "dot",
+    "is_long",
+    "is_matrix",
+    "normal_like",
+    "per_member",
+    "pieces",
+    "transformed",
+    "value_and_grad",
+]
 
 THETA = "theta"
 """Name of the one vector that stands for all trainable weights, where they are kept flat."""

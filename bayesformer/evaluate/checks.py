@@ -1,6 +1,6 @@
-"""What every score refuses: nothing to score, shapes that would broadcast, NaN.
+"""Checks that every score makes of its arguments: something to score, equal shapes, no NaN.
 
-A NaN or a broadcast turns into a plausible number further on, so it is stopped at the door, with a
+A NaN, or shapes that broadcast, would give a plausible but wrong score, so they are refused first, with a
 `ValueError` that names the argument, the rule and the value.
 """
 
@@ -119,7 +119,7 @@ def check_same_shape(name: str, values: Tensor, other: str, reference: Tensor) -
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    """Refuse NaN and infinity."""
+    """Refuse values that are NaN or infinite, naming the first."""
     wrong = ~values.isfinite()
     if wrong.any():
         raise ValueError(f"{name} must be finite; got {values[wrong][0].item()} ({_count(wrong)}).")

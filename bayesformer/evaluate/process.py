@@ -1,4 +1,4 @@
-"""Comparison with a process whose law is known: the only judge that cannot be fooled.
+"""Comparison with a process whose law is known.
 
 No model can beat the true conditional in expected log-likelihood, so a score significantly above it means
 that the future leaked into the prediction.

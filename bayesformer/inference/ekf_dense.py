@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like, value_and_grad
-from bayesformer.inference.ekf_common import Curvature, check_settings, examples, scores
+from bayesformer.inference.ekf_common import Curvature, Scores, check_settings, examples, scores
 from bayesformer.inference.vi_dense import check_size, ravel, unravel
 from bayesformer.laws import GaussianLaw, gaussian
 
@@ -28,8 +28,9 @@ def build(
     lr: float | None = None,
     transition_sd: float = 0.0,
     *,
-    sd: float = 1.0,
+    sd: float | Tensor = 1.0,
     curvature: Curvature | None = None,
+    each: Scores = scores,
 ) -> Transform:
     """Predict and correct, with the outer product of scores as curvature.
 
@@ -45,7 +46,7 @@ def build(
     the Kalman filter: after the last batch, the posterior. With inputs along the axes it equals `ekf.diag`.
     """
     check_settings(lr, transition_sd, sd)
-    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature)
+    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature, each=each)
     return Transform(partial(init, sd=sd), step)
 
 
@@ -65,9 +66,10 @@ def update(
     lr: float | None = None,
     transition_sd: float = 0.0,
     curvature: Curvature | None = None,
+    each: Scores = scores,
 ) -> tuple[EKFDenseState, Tensor]:
     """Absorb one batch; the second value is its outputs under the mean before."""
-    value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature)
+    value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature, each)
     rate = lr or float(examples(state.params, batch))
     precision = predict(state.precision, transition_sd) + rate * fisher
     factor = torch.linalg.cholesky(precision)
@@ -101,13 +103,13 @@ def predict(precision: Tensor, transition_sd: float) -> Tensor:
 
 
 def _moments(
-    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None
+    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None, each: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Value, outputs, mean score (..., P), and the Fisher or the curvature given (..., P, P)."""
     if curvature is not None:
         value, outputs, grads = value_and_grad(log_joint)(params, batch)
         return value, outputs, ravel(grads), curvature(params, batch)
-    value, outputs, score = scores(log_joint, params, batch)
+    value, outputs, score = each(log_joint, params, batch)
     rows = score[THETA] if is_matrix(params) else torch.vmap(ravel)(score)  # (..., B, P)
     fisher = rows.mT @ rows / rows.shape[-2]
     return value.mean(1 if is_matrix(params) else 0), outputs, rows.mean(-2), fisher

@@ -1,6 +1,6 @@
 """What a model's parameters do in one ordinary forward pass, example by example.
 
-    run = Capture(model, names)                         # names: parameters to follow; default: all trainable
+    run = Capture(module, space)                        # space: the weights to follow
     outputs, sites = run(inputs)                        # outputs (B, ..., K), with their autograd graph
     gradients = backpropagate(sites, outputs, columns)  # columns (S, B, ..., K)
     sites[i].per_example(gradients[i])                  # (S, B, *shape): summed over the sites of a parameter,
@@ -14,11 +14,12 @@ them is its gradient. By `site.kind`:
     "element"    g (S, B, ...): biases, gains, positions, class tokens
     "general"    g (S, B, *shape): any other use, by a backward pass per example
 
-`site.part` says which numbers of the parameter a site sees. The model is the user's own: nothing in it is replaced,
-and parameters that are not followed only stop asking for gradients while the pass runs. Before anything else the
-first few examples go through the model, and every parameter's gradient by its sites is compared with autograd's,
-for one example alone: so that a use that was missed, or a batch axis that was mistaken, is found. A parameter that
-does not pass is handled as "general".
+`site.part` says which numbers of the parameter a site sees. Nothing in the module is replaced; parameters that are not
+followed have requires_grad=False while the pass runs, so that a module is used by one thread at a time (a shell's).
+Before anything else the first few examples go through the model, and every parameter's gradient by its sites is
+compared with autograd's, for one example alone: so that a use that was missed, or a batch axis that was mistaken, is
+found. A parameter that does not pass is handled as "general". Gradients and inputs of sites have the dtype of the
+space, whatever the precision of the module.
 """
 
 from __future__ import annotations
@@ -34,25 +35,27 @@ from bayesformer.core.errors import unknown_name
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.sites import Axis, GeneralSite, Part, Site, backpropagate
-from bayesformer.jacobians.watch import Key, Watch
-from bayesformer.network import apply, trainable
+from bayesformer.jacobians.watch import UseKey, UseRecorder
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
 
 __all__ = ["Capture", "Site", "backpropagate"]
 
-PROBES = (2, 3)  # examples of a first look; a second size where an axis was as long as the batch by chance
+PROBES = (2, 3)  # examples of the probe; a second size where an axis was as long as the batch by chance
 
 
 class Capture:
-    """Runs a model and gives the sites of the parameters `names`.
+    """Runs a module in evaluation mode and gives the sites of the weights of a Space; by default all inferred ones.
 
-    `general` are parameters to follow the slow way; those found to need it join them, with the reason.
+    `general` are parameters to follow by one backward pass per example; those found to need it join them, with the
+    reason.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str] | None = None, general: Sequence[str] = ()) -> None:
-        known = trainable(model)
-        for name in (*(names or ()), *general):
-            if name not in known:
-                raise unknown_name("trainable parameter", name, known)
+    def __init__(self, model: nn.Module, space: Space | None = None, general: Sequence[str] = ()) -> None:
+        self.space = Space.of(model) if space is None else space
+        for name in general:
+            if name not in self.space.names:
+                raise unknown_name("inferred parameter", name, self.space.names)
         training = next((path for path, module in model.named_modules() if module.training), None)
         if training is not None:
             raise ValueError(
@@ -60,17 +63,21 @@ class Capture:
                 f"got a model whose {training or 'root'} module is training. Call model.eval()."
             )
         self.model = model
-        self.parameters = {name: p for name, p in known.items() if names is None or name in set(names)}
-        self.others = [p for name, p in known.items() if name not in self.parameters]
-        self.general = {name: "asked for" for name in general if name in self.parameters}
+        self.parameters = {name: model.get_parameter(name) for name in self.space.names}
+        self.general = dict.fromkeys(general, "asked for")
         self.parts = {name: (p, Part(name, p.shape)) for name, p in self.parameters.items()}
-        self.axes: dict[Key, Axis | None] = {}
-        self.probed = 0  # examples of the first look
+        self.axes: dict[UseKey, Axis | None] = {}
+        self.probed = 0  # examples of the probe
         self.columns: int | None = None  # that will go back after each pass, if known
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything that is computed from the sites: float32, or float64 if an inferred weight is."""
+        return self.space.dtype
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
         """Outputs (B, ..., K) and the sites, in the order of use."""
-        # One example alone cannot tell whether examples are kept apart: look again once there are two.
+        # One example alone cannot tell whether examples are kept apart: probe again once there are two.
         if self.probed < min(len(first_tensor(inputs)), PROBES[0]):
             self.probe(inputs)
         outputs, watch = self._watched(inputs, self.axes)
@@ -78,15 +85,15 @@ class Capture:
             # Its use depends on the data (a router's experts): what was done before may be wrong as well.
             raise ValueError(
                 f"parameter {name!r} is used by {function} in another way than on the first examples; "
-                f"follow it the slow way with general=[{name!r}], or leave it out."
+                f"follow it by a backward pass per example with general=[{name!r}], or leave it out."
             )
         return outputs, self._sites(watch)
 
-    def _watched(self, inputs: Inputs, axes: Mapping[Key, Axis | None]) -> tuple[Tensor, Watch]:
+    def _watched(self, inputs: Inputs, axes: Mapping[UseKey, Axis | None]) -> tuple[Tensor, UseRecorder]:
         examples = len(first_tensor(inputs))
         followed = (part for name, part in self.parts.items() if name not in self.general)
-        watch = Watch(followed, examples, axes, self.columns)
-        with torch.enable_grad(), _frozen(self.others), watch:
+        watch = UseRecorder(followed, examples, axes, self.columns, self.dtype)
+        with torch.inference_mode(False), torch.enable_grad(), _gradients_of(self.model, self.parameters), watch:
             outputs = apply(self.model, inputs)
         if len(outputs) != examples:
             raise ValueError(
@@ -97,19 +104,19 @@ class Capture:
             raise ValueError(f"outputs must depend on the parameters followed; they do not depend on {names}.")
         return outputs, watch
 
-    def _sites(self, watch: Watch) -> list[Site]:
+    def _sites(self, watch: UseRecorder) -> list[Site]:
         covered = [site for site in watch.sites if site.name not in self.general]
         slow = [
-            GeneralSite(Part(name, p.shape), p, self.general[name])
+            GeneralSite(Part(name, p.shape), p, self.general[name], self.dtype)
             for name, p in self.parameters.items()
             if name in self.general
         ]
         return [*covered, *slow]
 
     def probe(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
-        """The first look: finds the batch axes on a few examples, compares with autograd, and returns what it saw.
+        """Find the batch axes on the first few examples and compare all gradients with autograd's.
 
-        The first call does this by itself.
+        Returns the outputs and sites of those examples. The first call does this by itself.
         """
         sizes = [size for size in PROBES if size <= len(first_tensor(inputs))] or [1]
         for size in sizes:
@@ -128,13 +135,13 @@ def mismatches(parameters: Mapping[str, Tensor], outputs: Tensor, sites: list[Si
     if not parameters:
         return {}
     columns = torch.zeros_like(outputs).unsqueeze(0)
-    columns[0, 0] = patternless(outputs[0])
+    columns[0, 0] = irregular_values(outputs[0])
     exact = torch.autograd.grad(outputs, list(parameters.values()), columns[0], retain_graph=True, allow_unused=True)
     sites = [site for site in sites if site.name in parameters]
     gradients = backpropagate(sites, outputs, columns)
     found: dict[str, Tensor] = {}
     for site, g in zip(sites, gradients, strict=True):
-        own = site.per_example(g)[0]
+        own = site.per_example(g)[0]  # (B, *shape)
         found[site.name] = found[site.name] + own if site.name in found else own
     expected = {
         name: torch.zeros_like(p) if answer is None else answer
@@ -145,11 +152,12 @@ def mismatches(parameters: Mapping[str, Tensor], outputs: Tensor, sites: list[Si
     sizes = _norms(list(seen.values()))
     apart = _norms([own[1:] for own in found.values()])
     away = _norms([own[0] - answer for own, answer in zip(found.values(), seen.values(), strict=True)])
+    precision = {name: max(torch.finfo(t).eps for t in (parameters[name].dtype, outputs.dtype)) for name in found}
     # A gradient that is 0 but for rounding (a key's bias) is judged by the size of all gradients.
     whole = math.hypot(*sizes)
     wrong = dict.fromkeys(unseen, "no use of it was seen")
     for name, size, others, off in zip(found, sizes, apart, away, strict=True):
-        tolerance = torch.finfo(seen[name].dtype).eps ** 0.5 * (size + 0.01 * whole)
+        tolerance = precision[name] ** 0.5 * (size + 0.01 * whole)
         if others > tolerance:
             wrong[name] = "its uses do not keep examples apart along one axis"
         elif off > tolerance:
@@ -158,23 +166,29 @@ def mismatches(parameters: Mapping[str, Tensor], outputs: Tensor, sites: list[Si
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    """All in one wait for the device."""
+    """The norm of every tensor, read from the device in one transfer."""
     return torch.stack([t.norm().double() for t in tensors]).tolist() if tensors else []
 
 
-def patternless(like: Tensor) -> Tensor:
-    """Numbers between 1 and 2 without a pattern, leaving the global random stream alone."""
+def irregular_values(like: Tensor) -> Tensor:
+    """Fixed numbers between 1 and 2 in the shape of `like`, of which no sum or difference vanishes by symmetry.
+
+    The fractional parts of multiples of the golden ratio: what cancels when they are sent back through a model
+    cancels for every other column as well. No random stream is touched.
+    """
     numbers = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return (1 + (numbers * 1.618033988749895 + 0.5).frac()).to(like.dtype).view(like.shape)
 
 
 @contextmanager
-def _frozen(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """No gradients for these: the graph stays small, and a backward pass stops at the first followed layer."""
-    for p in parameters:
-        p.requires_grad_(False)
+def _gradients_of(module: nn.Module, followed: Mapping[str, Tensor]) -> Iterator[None]:
+    """Gradients for the followed parameters alone: a backward pass then stops at the first layer that has one."""
+    wanted = {id(p) for p in followed.values()}
+    before = [(p, p.requires_grad) for p in module.parameters()]
+    for p, _ in before:
+        p.requires_grad_(id(p) in wanted)
     try:
         yield
     finally:
-        for p in parameters:
-            p.requires_grad_(True)
+        for p, flag in before:
+            p.requires_grad_(flag)

@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesformer.jacobians.sites import EVERY, EmbeddingSite, LinearSite, Site
 
 
-class Family(NamedTuple):
+class SiteGroup(NamedTuple):
     """Sites that see the same numbers of one parameter."""
 
     name: str
@@ -70,11 +70,12 @@ class Family(NamedTuple):
         return total
 
     def _whole(self, site: Site, g: Tensor, examples: slice) -> Tensor:
-        return site.per_example(g, examples).flatten(2)[..., self.stretch]
+        found = site.per_example(g, examples)
+        return found.reshape(*found.shape[:2], -1)[..., self.stretch]
 
 
-class Sign(NamedTuple):
-    """What of a site decides its family."""
+class SiteSignature(NamedTuple):
+    """What of a site decides its group."""
 
     name: str
     size: int  # of the parameter
@@ -83,17 +84,19 @@ class Sign(NamedTuple):
     turned: bool
 
 
-def families(sites: list[Site]) -> list[Family]:
+def site_groups(sites: list[Site]) -> list[SiteGroup]:
     """All sites of a pass, by parameter and stretch."""
     signs = tuple(
-        Sign(site.name, site.part.size, site.part.ends, site.kind, isinstance(site, LinearSite) and site.turned)
+        SiteSignature(
+            site.name, site.part.size, site.part.ends, site.kind, isinstance(site, LinearSite) and site.turned
+        )
         for site in sites
     )
-    return [family._replace(sites=[sites[i] for i in family.numbers]) for family in _without_sites(signs)]
+    return [group._replace(sites=[sites[i] for i in group.numbers]) for group in _without_sites(signs)]
 
 
 @lru_cache(maxsize=16)  # passes differ in nothing but their tensors, most of the time
-def _without_sites(signs: tuple[Sign, ...]) -> list[Family]:
+def _without_sites(signs: tuple[SiteSignature, ...]) -> list[SiteGroup]:
     names: dict[str, list[int]] = {}
     for i, sign in enumerate(signs):
         names.setdefault(sign.name, []).append(i)
@@ -102,11 +105,11 @@ def _without_sites(signs: tuple[Sign, ...]) -> list[Family]:
         for ends, members in _stretches([signs[i] for i in numbers]):
             chosen = [numbers[m] for m in members]
             direct = [signs[i].ends == ends for i in chosen]
-            found.append(Family(name, slice(*ends), chosen, _kind([signs[i] for i in chosen], direct), direct))
+            found.append(SiteGroup(name, slice(*ends), chosen, _kind([signs[i] for i in chosen], direct), direct))
     return found
 
 
-def _kind(signs: list[Sign], direct: list[bool]) -> str:
+def _kind(signs: list[SiteSignature], direct: list[bool]) -> str:
     kinds = {sign.kind for sign in signs}
     orders = {sign.turned for sign in signs if sign.kind == "linear"}
     if len(orders) > 1 or not kinds <= {"linear", "embedding"} or not all(direct):
@@ -116,7 +119,7 @@ def _kind(signs: list[Sign], direct: list[bool]) -> str:
     return kinds.pop()
 
 
-def _stretches(signs: list[Sign]) -> list[tuple[tuple[int, int], list[int]]]:
+def _stretches(signs: list[SiteSignature]) -> list[tuple[tuple[int, int], list[int]]]:
     """Disjoint stretches with the parts that lie in them; the whole parameter if they overlap otherwise."""
     whole = [((0, signs[0].size), list(range(len(signs))))]
     grouped: dict[tuple[int, int], list[int]] = {}

@@ -111,7 +111,7 @@ class Output(NamedTuple):
     edge: GradientEdge
     shape: torch.Size
     axis: Axis
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which gradients are given, whatever the module computes in
     device: torch.device
 
     def front(self, gradient: Tensor) -> Tensor:
@@ -237,6 +237,7 @@ class GeneralSite:
     part: Part
     parameter: Tensor
     reason: str
+    dtype: torch.dtype
 
     @property
     def name(self) -> str:
@@ -253,12 +254,23 @@ class GeneralSite:
         return gradient
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
-        """The gradient is that already."""
-        return gradient[:, examples].flatten(2)
+        """(S, B, size of the parameter), from gradients that are per example already."""
+        return gradient[:, examples].reshape(*gradient[:, examples].shape[:2], -1)
 
     def per_example(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
-        """The gradient is that already."""
+        """(S, B, *shape), from gradients that are per example already."""
         return gradient[:, examples]
+
+
+def slope_numbers(sites: list[Site]) -> int:
+    """How many numbers one column's gradients at the outputs of all sites have, or at a parameter for general ones."""
+    found: dict[int, int] = {}
+    for site in sites:
+        if isinstance(site, _Placed):
+            found[id(site.edge)] = math.prod(site.output.shape)
+        else:
+            found[id(site)] = site.part.size
+    return sum(found.values())
 
 
 def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool = True) -> list[Tensor]:
@@ -269,6 +281,7 @@ def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor, keep: boo
     model's operations have one, else one after another. The graph is kept for more columns and goes with `outputs`,
     unless there are no more: without `keep` one column gives its memory back on the way.
     """
+    columns = columns.to(outputs.dtype)
     if len(columns) > 1 and all(site.edge is not None for site in sites):
         try:
             return _together(sites, outputs, columns)
@@ -301,10 +314,12 @@ def _together(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tenso
 
 
 def _arranged(site: Site, gradient: Tensor | None, columns: int) -> Tensor:
-    if gradient is None and isinstance(site, _Placed):
-        gradient = site.output.nothing(columns)
-    assert gradient is not None
-    return site.arrange(gradient)
+    """A site's gradients in its own form and precision; zeros where the outputs do not depend on it."""
+    if isinstance(site, GeneralSite):
+        assert gradient is not None
+        return gradient
+    assert isinstance(site, _Placed)
+    return site.arrange(site.output.nothing(columns) if gradient is None else gradient.to(site.output.dtype))
 
 
 def _in_turn(sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool) -> list[Tensor]:
@@ -336,5 +351,5 @@ def _one_by_one(sites: list[GeneralSite], outputs: Tensor, column: Tensor) -> li
         only[n] = column[n]
         answers = torch.autograd.grad(outputs, parameters, only, retain_graph=True, allow_unused=True)
         for site, answer, kept in zip(sites, answers, found, strict=True):
-            kept.append(torch.zeros_like(site.parameter) if answer is None else answer)
+            kept.append((torch.zeros_like(site.parameter) if answer is None else answer).to(site.dtype))
     return [torch.stack(kept) for kept in found]

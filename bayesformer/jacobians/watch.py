@@ -1,6 +1,6 @@
 """Seeing every use of some parameters during an ordinary forward pass.
 
-`Watch` is a `TorchFunctionMode`: it looks at each torch function whose arguments hold a parameter it follows (by
+`UseRecorder` is a `TorchFunctionMode`: it looks at each torch function whose arguments hold a parameter it follows (by
 identity, or a view of one), lets the function run, and notes a site. A use it has no rule for is noted as
 uncovered, with the function's name. Rules are in `RULES`, one per kind of function.
 """
@@ -22,11 +22,11 @@ from bayesformer.jacobians.sites import Axis, ElementSite, EmbeddingSite, Linear
 from bayesformer.jacobians.together import FASTER
 from bayesformer.model.multihead import multi_head_attention_forward
 
-Key = tuple[str, int]
+UseKey = tuple[str, int]
 """A use: the parameter's name, and its number among the uses of that parameter in a pass."""
 
 
-class Watch(TorchFunctionMode):
+class UseRecorder(TorchFunctionMode):
     """Follows parameters, each with its part, through one pass of `examples` examples. `axes` are batch axes known from
     before; `columns` how many will go back, where that is known."""
 
@@ -34,8 +34,9 @@ class Watch(TorchFunctionMode):
         self,
         parameters: Iterable[tuple[Tensor, Part]],
         examples: int,
-        axes: Mapping[Key, Axis | None],
+        axes: Mapping[UseKey, Axis | None],
         columns: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.moments: list[Tensor] = []  # of the last LayerNorm: its output, means, 1 / deviations
@@ -44,8 +45,8 @@ class Watch(TorchFunctionMode):
             self.faster |= FASTER
         # The tensors are kept with their parts: an id stays true only while its object lives.
         self.parts = {id(entry[0]): entry for entry in parameters}
-        self.examples, self.known = examples, axes
-        self.axes: dict[Key, Axis | None] = {}
+        self.examples, self.known, self.dtype = examples, axes, dtype
+        self.axes: dict[UseKey, Axis | None] = {}
         self.sites: list[Site] = []
         self.uncovered: dict[str, str] = {}
         self.uses: Counter[str] = Counter()
@@ -117,7 +118,7 @@ class Watch(TorchFunctionMode):
 
     def output(self, tensor: Tensor, axis: Axis) -> Output:
         """A site's output. The edge, not the tensor: an operation in place may change the tensor afterwards."""
-        return Output(get_gradient_edge(tensor), tensor.shape, axis, tensor.dtype, tensor.device)
+        return Output(get_gradient_edge(tensor), tensor.shape, axis, self.dtype, tensor.device)
 
 
 def _moves(out: Any) -> bool:
@@ -138,20 +139,22 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any
 # Rules: (watch, func, out, *args, **kwargs) -> whether the use is covered.
 
 
-def _linear(watch: Watch, _: Any, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+def _linear(watch: UseRecorder, _: Any, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     return _matrix_product(watch, out, input, weight, bias, turned=False)
 
 
-def _addmm(watch: Watch, _: Any, out: Tensor, bias: Tensor, input: Tensor, weight: Tensor, **scales: float) -> bool:
+def _addmm(
+    watch: UseRecorder, _: Any, out: Tensor, bias: Tensor, input: Tensor, weight: Tensor, **scales: float
+) -> bool:
     return not scales and _matrix_product(watch, out, input, weight, bias, turned=True)
 
 
-def _matmul(watch: Watch, _: Any, out: Tensor, input: Tensor, weight: Tensor) -> bool:
+def _matmul(watch: UseRecorder, _: Any, out: Tensor, input: Tensor, weight: Tensor) -> bool:
     return weight.dim() == 2 and _matrix_product(watch, out, input, weight, None, turned=True)
 
 
 def _matrix_product(
-    watch: Watch, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool
+    watch: UseRecorder, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, turned: bool
 ) -> bool:
     if watch.part(input) is not None:
         return False
@@ -161,13 +164,15 @@ def _matrix_product(
         return False
     output = watch.output(out, axis)
     if part is not None:
-        a = axis.front(input.detach())
+        a = axis.front(input.detach().to(watch.dtype))
         a = a if a.dim() == 3 else a.reshape(len(a), -1, a.shape[-1])
         watch.sites.append(LinearSite(part, output, a, turned))
     return shift is None or _element(watch, shift, output, bias)  # type: ignore[arg-type]
 
 
-def _element(watch: Watch, part: Part, output: Output, p: Tensor, inputs: Tensor | None = None, sign: int = 1) -> bool:
+def _element(
+    watch: UseRecorder, part: Part, output: Output, p: Tensor, inputs: Tensor | None = None, sign: int = 1
+) -> bool:
     """Note a use of `p`, broadcast to the output; `inputs` multiply it."""
     shape, axis = list(p.shape), output.axis
     shape = [1] * (len(output.shape) - len(shape)) + shape
@@ -176,7 +181,7 @@ def _element(watch: Watch, part: Part, output: Output, p: Tensor, inputs: Tensor
     if axis.flat:
         shape.insert(0, 1)
     if inputs is not None:
-        inputs = axis.front(inputs.detach().expand(output.shape))
+        inputs = axis.front(inputs.detach().to(watch.dtype).expand(output.shape))
     watch.sites.append(ElementSite(part, output, torch.Size(shape), inputs, sign))
     return True
 
@@ -187,7 +192,7 @@ def _free(out: Tensor, p: Tensor) -> list[int]:
     return [i for i in range(out.dim()) if i < missing or p.shape[i - missing] == 1]
 
 
-def _add(watch: Watch, func: Any, out: Tensor, left: Any, right: Any, **options: Any) -> bool:
+def _add(watch: UseRecorder, func: Any, out: Tensor, left: Any, right: Any, **options: Any) -> bool:
     if options:
         return False
     parts = watch.part(left), watch.part(right)
@@ -206,7 +211,7 @@ def _add(watch: Watch, func: Any, out: Tensor, left: Any, right: Any, **options:
     return True
 
 
-def _multiply(watch: Watch, _: Any, out: Tensor, left: Any, right: Any) -> bool:
+def _multiply(watch: UseRecorder, _: Any, out: Tensor, left: Any, right: Any) -> bool:
     parts = watch.part(left), watch.part(right)
     if None not in parts:
         return False
@@ -233,7 +238,7 @@ def _layer_norm(
     return moments[0]
 
 
-def _norm(watch: Watch, func: Any, out: Tensor, input: Tensor, shape: Any, *args: Any, **kwargs: Any) -> bool:
+def _norm(watch: UseRecorder, func: Any, out: Tensor, input: Tensor, shape: Any, *args: Any, **kwargs: Any) -> bool:
     """LayerNorm and RMSNorm: a gain on what is normalised already, and a bias."""
     names = ["weight", "bias", "eps"] if func is F.layer_norm else ["weight", "eps"]
     options = dict(zip(names, args, strict=False)) | kwargs
@@ -254,7 +259,7 @@ def _norm(watch: Watch, func: Any, out: Tensor, input: Tensor, shape: Any, *args
 
 
 def _embedding(
-    watch: Watch,
+    watch: UseRecorder,
     _: Any,
     out: Tensor,
     input: Tensor,
@@ -288,7 +293,7 @@ def _rows(tokens: Tensor, width: int) -> Tensor:
 
 
 def _convolution(
-    watch: Watch,
+    watch: UseRecorder,
     _: Any,
     out: Tensor,
     input: Tensor,
@@ -309,7 +314,7 @@ def _convolution(
     output, covered = watch.output(out, axis), True
     if part is not None:
         stride, padding, dilation = (_each(x, spatial) for x in (stride, padding, dilation))
-        kernel, images = tuple(weight.shape[2:]), input.detach()
+        kernel, images = tuple(weight.shape[2:]), input.detach().to(watch.dtype)
         if spatial == 1:  # an image of height 1
             images, kernel = images.unsqueeze(2), (1, *kernel)
             stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
@@ -324,7 +329,7 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
     return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
 
 
-def _view(watch: Watch, func: Any, out: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _view(watch: UseRecorder, func: Any, out: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Another look at a parameter: the same look at the places of its numbers tells which it sees."""
     part = watch.part(tensor)
     if part is None or any(watch.part(x) is not None for x in _arguments(args, kwargs)):
@@ -335,7 +340,7 @@ def _view(watch: Watch, func: Any, out: Any, tensor: Tensor, *args: Any, **kwarg
     return True
 
 
-def _expand(watch: Watch, func: Any, out: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _expand(watch: UseRecorder, func: Any, out: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     """A parameter written out, once per example (a class token) or along other axes."""
     part = watch.part(tensor)
     if part is None:
@@ -350,7 +355,7 @@ def _expand(watch: Watch, func: Any, out: Tensor, tensor: Tensor, *args: Any, **
     return True
 
 
-def _cast(watch: Watch, _: Any, out: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:  # noqa: ARG001
+def _cast(watch: UseRecorder, _: Any, out: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:  # noqa: ARG001
     """The same numbers in another form."""
     part = watch.part(tensor)
     if part is not None:
@@ -372,7 +377,7 @@ RULES: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys([torch.add, T.add, T.add_, T.__add__, T.__radd__, T.__iadd__, *SUBTRACTIONS], _add),
     **dict.fromkeys([torch.mul, T.mul, T.__mul__, T.__rmul__, torch.multiply], _multiply),
     **dict.fromkeys([T.expand, T.expand_as, T.repeat, torch.broadcast_to], _expand),
-    **dict.fromkeys([T.to, T.float, T.double, T.type_as, T.contiguous], _cast),
+    **dict.fromkeys([T.to, T.float, T.double, T.bfloat16, T.half, T.type_as, T.contiguous], _cast),
     **dict.fromkeys([T.__getitem__, T.view, T.view_as, T.reshape, torch.reshape, T.unflatten, T.narrow], _view),
     **dict.fromkeys([T.transpose, torch.transpose, T.t, torch.t, T.permute, torch.permute], _view),
     **dict.fromkeys([T.T.__get__, T.mT.__get__], _view),  # type: ignore[attr-defined]

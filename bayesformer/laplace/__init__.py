@@ -2,14 +2,14 @@
 
 from bayesformer.laplace.absorb import absorb
 from bayesformer.laplace.estimate import Curvature, estimate
-from bayesformer.laplace.evidence import Groups, Noise, Quadratic, log_evidence
-from bayesformer.laplace.maximise import Choice, best_of, maximise
+from bayesformer.laplace.evidence import Groups, ObservationNoise, Quadratic, log_evidence
+from bayesformer.laplace.maximise import BestCandidate, best_of, maximise
 
 __all__ = [
-    "Choice",
+    "BestCandidate",
     "Curvature",
     "Groups",
-    "Noise",
+    "ObservationNoise",
     "Quadratic",
     "absorb",
     "best_of",

@@ -11,20 +11,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bayesformer import evaluate
-from bayesformer.data import Data
-from bayesformer.laplace import Curvature, Groups, Noise, Quadratic, best_of, maximise
+from bayesformer.data import Batches
+from bayesformer.laplace import Curvature, Groups, ObservationNoise, Quadratic, best_of, maximise
 from bayesformer.laplace.evidence import check_curvature
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature
 from bayesformer.laws import Block
 from bayesformer.laws.gaussian_law import KINDS, to_tensors
 from bayesformer.likelihoods import Likelihood
 from bayesformer.likelihoods.predictive import Predictive
-from bayesformer.network import Layout
+from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
+from bayesformer.predict.joining import NotFiniteError
 
 EXPONENTS = (-3, 6)  # of ten: precisions that validation tries
 NOISES = (0.1, 10.0, 9)  # times the scale given: from, to, how many
+JUDGED = 256  # validation examples that are predicted at a time
 
 
 class Choices(Protocol):
@@ -82,25 +83,18 @@ def settled(block: Block) -> Block:
 
 
 def quadratic(
-    found: Curvature, mode: Tensor, likelihood: Likelihood, data: Data, per: str, temperature: float, layout: Layout
+    found: Curvature, mode: Tensor, likelihood: Likelihood, per: str, temperature: float, space: Space
 ) -> Quadratic:
     """The log joint around the mode, with a prior of mean 0."""
     check_curvature(found.structures, [", ".join(names) for names in found.names])
     scale = likelihood.noise_scale
-    noise = None if scale is None else Noise(scale, observed(data))
+    noise = None if scale is None else ObservationNoise(scale, found.observed)
     deviations = tuple(mode[place].double() for place in found.places)
-    groups = groups_of(found, layout, per)
+    groups = groups_of(found, space, per)
     return Quadratic(found.structures, deviations, found.log_likelihood, groups, temperature, noise)
 
 
-def observed(data: Data) -> int:
-    """Numbers that count among the targets."""
-    if data.mask is None:
-        return data.targets.numel()
-    return int(data.mask.sum()) * math.prod(data.targets.shape[data.mask.dim() :])
-
-
-def groups_of(found: Curvature, layout: Layout, per: str) -> Groups:
+def groups_of(found: Curvature, space: Space, per: str) -> Groups:
     """One precision for all weights, one per parameter, or one per weight."""
     if per == "one":
         return Groups(1, tuple(0 for _ in found.places))
@@ -108,14 +102,14 @@ def groups_of(found: Curvature, layout: Layout, per: str) -> Groups:
         ends = torch.tensor([0, *(s.size for s in found.structures)]).cumsum(0).tolist()
         members = tuple(torch.arange(a, b) for a, b in pairwise(ends))
         return Groups(ends[-1], members)
-    owner = torch.arange(len(layout.sizes)).repeat_interleave(torch.tensor(layout.sizes))
+    owner = torch.arange(len(space.sizes)).repeat_interleave(torch.tensor(space.sizes))
     owners = [owner[place.cpu() if isinstance(place, Tensor) else place] for place in found.places]
     used = torch.cat(owners).unique()
     ranks = [torch.searchsorted(used, own) for own in owners]
     return Groups(len(used), tuple(int(r[0]) if len(r.unique()) == 1 else r for r in ranks))
 
 
-def tune(choices: Choices, at: Quadratic, posterior: Callable[[Tuned], Posterior], validation: Data | None) -> Tuned:
+def tune(choices: Choices, at: Quadratic, posterior: Callable[[Tuned], Posterior], validation: Batches | None) -> Tuned:
     """Choose what is to be chosen: by the evidence first, then by validation data around that."""
     start = torch.full((at.groups.count,), choices.precision, dtype=torch.float64)
     tuned = _by_evidence(choices, at, start)
@@ -139,7 +133,7 @@ def _by_evidence(choices: Choices, at: Quadratic, start: Tensor) -> Tuned:
 
 
 def _by_validation(
-    choices: Choices, at: Quadratic, tuned: Tuned, posterior: Callable[[Tuned], Posterior], validation: Data
+    choices: Choices, at: Quadratic, tuned: Tuned, posterior: Callable[[Tuned], Posterior], validation: Batches
 ) -> Tuned:
     """The best on a grid, judged by the predictive that will be used."""
     precisions = [tuned.precisions]
@@ -152,16 +146,29 @@ def _by_validation(
         sigmas = [at.noise.scale * s for s in torch.logspace(math.log10(low), math.log10(high), count).tolist()]
 
     def score(candidate: Tuned) -> float:
-        found = posterior(candidate)
-        predictive = found.predict(validation.inputs)
-        if _has_nan(predictive):  # so wide that moments overflow on their way through the network
-            return math.nan
-        return evaluate.mean_log_likelihood(
-            predictive, validation.targets, found.likelihood.counted(validation.targets, validation.mask)
-        )
+        return mean_log_likelihood(posterior(candidate), validation)
 
     best = best_of([Tuned(p, s) for p, s in product(precisions, sigmas)], score)
     return best.value._replace(validation=best.score)
+
+
+def mean_log_likelihood(posterior: Posterior, data: Batches) -> float:
+    """The mean log-likelihood per target that counts, batch by batch; NaN where a prediction has NaN."""
+    total, count = 0.0, 0
+    for batch in data.in_order(JUDGED, posterior.device):
+        counted = posterior.likelihood.counted(batch.targets, batch.mask)
+        if counted is not None and not bool(counted.any()):
+            continue
+        try:
+            predictive = posterior.predict(batch.inputs)
+        except NotFiniteError:  # so wide that moments overflow on their way through the network
+            return math.nan
+        if _has_nan(predictive):
+            return math.nan
+        answered, targets = posterior.likelihood.pairs(predictive, batch.targets, batch.mask)
+        found = answered.log_prob(targets).double()
+        total, count = total + float(found.sum()), count + found.numel()
+    return total / max(count, 1)
 
 
 def _has_nan(predictive: Predictive) -> bool:

@@ -7,29 +7,29 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from bayesformer.jacobians.site_groups import Family, families
-from bayesformer.laplace.passes import Look, Piece, Sweep
+from bayesformer.jacobians.site_groups import SiteGroup, site_groups
+from bayesformer.laplace.passes import BatchPass, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature
 
 
-def full(sweep: Sweep) -> list[Piece]:
+def full(sweep: Sweep) -> list[CurvaturePiece]:
     """One block (p, p) over all parameters followed."""
     return _fit(sweep, [sweep.names])
 
 
-def blocks(sweep: Sweep) -> list[Piece]:
+def blocks(sweep: Sweep) -> list[CurvaturePiece]:
     """A block per module: a weight with its bias."""
     return _fit(sweep, [list(names) for _, names in groupby(sweep.names, lambda name: name.rpartition(".")[0])])
 
 
-def subnetwork(sweep: Sweep, index: Tensor) -> list[Piece]:
+def subnetwork(sweep: Sweep, index: Tensor) -> list[CurvaturePiece]:
     """One block over the weights at `index` of the flat vector of all trainable weights."""
     inverse = {name: _inside(index, sweep.place([name])) for name in sweep.names}
     matrix = sweep.zeros(len(index), len(index))
 
-    def add(look: Look) -> None:
-        rows_of = Rows(look, sweep)
-        for gradients in look.gradients():
+    def add(step: BatchPass) -> None:
+        rows_of = ExampleRows(step, sweep)
+        for gradients in step.gradients():
             parts = [
                 (where, rows_of([name], gradients)[:, inside])
                 for name, (where, inside) in inverse.items()
@@ -42,10 +42,10 @@ def subnetwork(sweep: Sweep, index: Tensor) -> list[Piece]:
 
     sweep.each(add)
     names = tuple(name for name, (where, _) in inverse.items() if len(where))
-    return [Piece(names, index, DenseCurvature(matrix))]
+    return [CurvaturePiece(names, index, DenseCurvature(matrix))]
 
 
-def largest_variance(diagonal: list[Piece] | list[tuple[slice | Tensor, CurvatureBlock]], size: int) -> Tensor:
+def largest_variance(diagonal: list[CurvaturePiece] | list[tuple[slice | Tensor, CurvatureBlock]], size: int) -> Tensor:
     """The places of the `size` weights with the smallest diagonal curvature, in order.
 
     With one prior precision for all weights these have the largest variance in a diagonal Laplace posterior
@@ -67,43 +67,43 @@ def _inside(index: Tensor, place: slice | Tensor) -> tuple[Tensor, Tensor]:
     return where, index[where] - place.start
 
 
-def _fit(sweep: Sweep, groups: list[list[str]]) -> list[Piece]:
+def _fit(sweep: Sweep, groups: list[list[str]]) -> list[CurvaturePiece]:
     sizes = [sum(sweep.size(name) for name in names) for names in groups]
     matrices = [sweep.zeros(size, size) for size in sizes]
 
-    def add(look: Look) -> None:
-        rows_of = Rows(look, sweep)
-        for gradients in look.gradients():
+    def add(step: BatchPass) -> None:
+        rows_of = ExampleRows(step, sweep)
+        for gradients in step.gradients():
             for names, matrix in zip(groups, matrices, strict=True):
                 rows = rows_of(names, gradients)
                 matrix.addmm_(rows.mT, rows)
 
     sweep.each(add)
     return [
-        Piece(tuple(names), sweep.place(names), DenseCurvature(matrix))
+        CurvaturePiece(tuple(names), sweep.place(names), DenseCurvature(matrix))
         for names, matrix in zip(groups, matrices, strict=True)
     ]
 
 
-class Rows:
-    """Rows of Sᵀ J of a minibatch: an example's gradient in some parameters, one after another."""
+class ExampleRows:
+    """ExampleRows of Sᵀ J of a minibatch: an example's gradient in some parameters, one after another."""
 
-    def __init__(self, look: Look, sweep: Sweep) -> None:
-        self.sweep, self.examples = sweep, len(look.outputs)
-        self.families: dict[str, list[Family]] = {}
-        for family in families(look.sites):
-            self.families.setdefault(family.name, []).append(family)
+    def __init__(self, step: BatchPass, sweep: Sweep) -> None:
+        self.sweep, self.examples = sweep, len(step.outputs)
+        self.groups: dict[str, list[SiteGroup]] = {}
+        for group in site_groups(step.sites):
+            self.groups.setdefault(group.name, []).append(group)
 
     def __call__(self, names: list[str], gradients: list[Tensor]) -> Tensor:
         """(S · B, p)."""
         return torch.cat([self._one(name, gradients) for name in names], 1)
 
     def _one(self, name: str, gradients: list[Tensor]) -> Tensor:
-        own = self.families.get(name, [])
+        own = self.groups.get(name, [])
         size = self.sweep.size(name)
         if len(own) == 1 and own[0].stretch == slice(0, size):
             return own[0].per_example(own[0].pick(gradients)).flatten(0, 1)
         rows = self.sweep.zeros(len(gradients[0]) * self.examples, size)
-        for family in own:
-            rows[:, family.stretch] = family.per_example(family.pick(gradients)).flatten(0, 1)
+        for group in own:
+            rows[:, group.stretch] = group.per_example(group.pick(gradients)).flatten(0, 1)
         return rows

@@ -8,31 +8,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bayesformer.jacobians.site_groups import Family, families
-from bayesformer.laplace.passes import Look, Piece, Sweep
+from bayesformer.jacobians.site_groups import SiteGroup, site_groups
+from bayesformer.laplace.passes import BatchPass, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import DiagonalCurvature
 
 WORK = 2**19  # numbers of per-example gradients held at a time: what the nearer caches take
 SHORT = 2**12  # numbers up to which a parameter is squared together with other short ones
 
 Key = tuple[str, int, int]
-"""A family: its parameter and stretch."""
+"""A group: its parameter and stretch."""
 
 
-def fit(sweep: Sweep) -> list[Piece]:
+def fit(sweep: Sweep) -> list[CurvaturePiece]:
     """A block per parameter."""
     totals = {name: sweep.zeros(sweep.size(name)) for name in sweep.names}
     short: dict[tuple[Key, ...], Tensor] = {}
     used = Used()
 
-    def add(look: Look) -> None:
-        members = families(look.sites)
-        few = [f for f in members if f.kind == "other" and f.size <= SHORT]
-        rest = [f for f in members if f.kind != "other" or f.size > SHORT]
+    def add(step: BatchPass) -> None:
+        groups = site_groups(step.sites)
+        few = [f for f in groups if f.kind == "other" and f.size <= SHORT]
+        rest = [f for f in groups if f.kind != "other" or f.size > SHORT]
         keys = tuple(f.key for f in few)
-        for gradients in look.gradients():
-            for family in rest:
-                totals[family.name][family.stretch] += squares(family, family.pick(gradients), used)
+        for gradients in step.gradients():
+            for group in rest:
+                totals[group.name][group.stretch] += squares(group, group.pick(gradients), used)
             if few:  # biases and gains in one go: alone, each costs more in calls than in sums
                 rows = torch.cat([f.per_example(f.pick(gradients)).flatten(0, 1) for f in few], 1)
                 found = rows.square_().sum(0)
@@ -42,13 +42,13 @@ def fit(sweep: Sweep) -> list[Piece]:
     for keys, found in short.items():
         for (name, start, stop), part in zip(keys, found.split([b - a for _, a, b in keys]), strict=True):
             totals[name][start:stop] += part
-    return [Piece((name,), sweep.place([name]), DiagonalCurvature(total)) for name, total in totals.items()]
+    return [CurvaturePiece((name,), sweep.place([name]), DiagonalCurvature(total)) for name, total in totals.items()]
 
 
 class Used:
     """Positions at which gradients are not 0: after the last attention of a model read out at one position, only one.
 
-    Looked for anew each time, until all positions of a family are seen to be used.
+    Looked for anew each time, until all positions of a group are seen to be used.
     """
 
     def __init__(self) -> None:
@@ -68,17 +68,17 @@ class Used:
         return g[:, :, where], a[:, where]
 
 
-def squares(family: Family, gradients: list[Tensor], used: Used | None = None) -> Tensor:
-    """Σ over columns and examples of the squared gradient, for the numbers of the family's stretch."""
-    if family.kind == "linear":
-        g, a = family.gradient(gradients, "linear"), family.inputs()
-        found = linear_squares(*(used(family.key, g, a) if used is not None else (g, a)))
-        return (found.mT if family.sites[0].turned else found).flatten()  # type: ignore[attr-defined]
-    if family.kind == "embedding":
-        return _embedding_squares(family, gradients).flatten()
-    if family.kind == "tied":
-        return _tied_squares(family, gradients).flatten()
-    return _naive_squares(family, gradients)
+def squares(group: SiteGroup, gradients: list[Tensor], used: Used | None = None) -> Tensor:
+    """Σ over columns and examples of the squared gradient, for the numbers of the group's stretch."""
+    if group.kind == "linear":
+        g, a = group.gradient(gradients, "linear"), group.inputs()
+        found = linear_squares(*(used(group.key, g, a) if used is not None else (g, a)))
+        return (found.mT if group.sites[0].turned else found).flatten()  # type: ignore[attr-defined]
+    if group.kind == "embedding":
+        return _embedding_squares(group, gradients).flatten()
+    if group.kind == "tied":
+        return _tied_squares(group, gradients).flatten()
+    return _naive_squares(group, gradients)
 
 
 def linear_squares(g: Tensor, a: Tensor) -> Tensor:
@@ -96,26 +96,26 @@ def linear_squares(g: Tensor, a: Tensor) -> Tensor:
     return total
 
 
-def _embedding_squares(family: Family, gradients: list[Tensor]) -> Tensor:
-    g, pairs, rows = _by_token(family, gradients)
-    table = g.new_zeros(_table(family))
+def _embedding_squares(group: SiteGroup, gradients: list[Tensor]) -> Tensor:
+    g, pairs, rows = _by_token(group, gradients)
+    table = g.new_zeros(_table(group))
     return table.index_add_(0, rows, g.square().sum(0)) if len(pairs) else table
 
 
-def _by_token(family: Family, gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _by_token(group: SiteGroup, gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (S, U, D) of the U different (example, token) pairs; the pairs' examples and tokens."""
-    tokens, g = family.tokens(), family.gradient(gradients, "embedding")
-    vocabulary = _table(family)[0]
+    tokens, g = group.tokens(), group.gradient(gradients, "embedding")
+    vocabulary = _table(group)[0]
     numbers = tokens + vocabulary * torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
     pairs, inverse = numbers.flatten().unique(return_inverse=True)
     sums = g.new_zeros(len(g), len(pairs), g.shape[-1]).index_add_(1, inverse, g.flatten(1, 2))
     return sums, pairs // vocabulary, pairs % vocabulary
 
 
-def _tied_squares(family: Family, gradients: list[Tensor]) -> Tensor:
+def _tied_squares(group: SiteGroup, gradients: list[Tensor]) -> Tensor:
     """(E + H)² = E² + H² + 2 E H: a table looked up (E) that is also a matrix (H). E is 0 but for a few rows."""
-    g, a = family.gradient(gradients, "linear"), family.inputs()
-    looked_up, examples, rows = _by_token(family, gradients)
+    g, a = group.gradient(gradients, "linear"), group.inputs()
+    looked_up, examples, rows = _by_token(group, gradients)
     total = linear_squares(g, a)
     total.index_add_(0, rows, looked_up.square().sum(0))
     step = max(WORK // a[0].numel(), 1)
@@ -126,12 +126,12 @@ def _tied_squares(family: Family, gradients: list[Tensor]) -> Tensor:
     return total
 
 
-def _naive_squares(family: Family, gradients: list[Tensor]) -> Tensor:
-    total, step = gradients[0].new_zeros(family.size), max(WORK // family.size, 1)
+def _naive_squares(group: SiteGroup, gradients: list[Tensor]) -> Tensor:
+    total, step = gradients[0].new_zeros(group.size), max(WORK // group.size, 1)
     for start in range(0, gradients[0].shape[1], step):
-        total += family.per_example(gradients, slice(start, start + step)).square().sum((0, 1))
+        total += group.per_example(gradients, slice(start, start + step)).square().sum((0, 1))
     return total
 
 
-def _table(family: Family) -> torch.Size:
-    return family.sites[0].part.shape
+def _table(group: SiteGroup) -> torch.Size:
+    return group.sites[0].part.shape

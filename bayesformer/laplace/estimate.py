@@ -8,17 +8,16 @@ result does not depend on the minibatches, but for the draws of kind="mc".
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.progress import Reporter, Silent
-from bayesformer.data import Data, DataLike, as_data
-from bayesformer.data.inputs import map_inputs
+from bayesformer.data import Batches, as_batches
+from bayesformer.data.inputs import inputs_to
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
 from bayesformer.laplace import dense_curvature as dense
@@ -26,22 +25,24 @@ from bayesformer.laplace import diagonal_curvature as diagonal
 from bayesformer.laplace import kronecker_curvature as kron
 from bayesformer.laplace import last_layer
 from bayesformer.laplace import low_rank_curvature as low_rank
-from bayesformer.laplace.passes import Piece, Sweep
+from bayesformer.laplace.passes import CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
-from bayesformer.network import device_of, trainable
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.model.space import Choice, Space
 
 Form = Literal["diag", "kron", "full", "block", "low_rank", "subnetwork"]
 Kind = Literal["ggn", "mc", "fisher"]
 OUTPUTS = 2**24  # numbers a minibatch puts out by default, 64 MiB in float32: a few copies are made of them
+PROBE = 3  # examples of the first pass
 
 
 @dataclass(frozen=True)
 class Curvature:
     """H, the curvature of the negative log-likelihood summed over data, block by block.
 
-    `places` are where each block's weights lie in the flat vector of `network.Layout.of(model)`; weights in no
-    block were not followed.
+    `places` are where each block's weights lie in the vector θ of the inferred weights (`Space.of(model)`); weights in
+    no block were not followed.
     """
 
     places: tuple[slice | Tensor, ...]
@@ -50,21 +51,24 @@ class Curvature:
     log_likelihood: float
     """summed over the data, at the model's weights"""
     num_data: int
+    """examples that were read"""
+    observed: int
+    """numbers among their targets that count"""
     outputs: int
     """numbers the model gives per example or position"""
     kind: Kind
     general: tuple[str, ...] = ()
-    """parameters that had to be followed the slow way, a backward pass per example"""
+    """parameters that had to be followed by a backward pass per example"""
 
 
 def estimate(
     model: nn.Module,
     likelihood: Likelihood | str,
-    data: DataLike,
+    data: Any,
     structure: Form = "kron",
     *,
     kind: Kind | None = None,
-    names: str | Sequence[str] | None = None,
+    subset: Choice = None,
     batch_size: int | None = None,
     samples: int = 1,
     seed: int = 0,
@@ -75,13 +79,15 @@ def estimate(
     index: Tensor | None = None,
     general: Sequence[str] = (),
     reporter: Reporter | None = None,
+    space: Space | None = None,
 ) -> Curvature:
-    """The curvature of a model's weights at their present values. The model must be in eval mode.
+    """The curvature of a model's weights at their present values.
 
     Args:
-        model: any module; it is not changed.
+        model: any module in eval mode; it is not changed.
         likelihood: of the targets given its outputs, (B, K) or (B, T, K).
-        data: padding is left out by the mask, by `ignore_index`, and by an `attention_mask` among keyword inputs.
+        data: in any form that `fit` takes, read once for each pass. Padding is left out by the mask, by `ignore_index`,
+            and by an `attention_mask` among keyword inputs.
         structure: "diag"; "kron", Kronecker factors per matrix; "full", one dense matrix; "block", a dense matrix
             per module; "low_rank", the top `rank` eigenpairs; "subnetwork", a dense matrix over the `size` weights
             of largest diagonal variance, or over those at `index`.
@@ -89,7 +95,8 @@ def estimate(
             outputs; "mc", its Monte Carlo estimate with targets drawn from the model, at `samples` passes;
             "fisher", the empirical Fisher matrix of the true targets, at one. By default "ggn" for (B, K)
             and "mc" for (B, T, K), where the exact one takes T times as many passes.
-        names: parameters to follow: names or patterns ("*attention*"), or "last_layer"; by default all trainable.
+        subset: which of the inferred weights to follow: patterns ("*attention*") or a predicate, as for `Space.select`,
+            or "last_layer", the layer that gives the outputs; by default all.
         batch_size: examples at a time; by default 64 (256 on a GPU), or fewer if their outputs are a vocabulary each.
         samples: draws per example of kind="mc".
         seed: of those draws.
@@ -98,24 +105,33 @@ def estimate(
         large: how a Kronecker factor longer than 4096 is kept: "low_rank" by its top `rank` eigenpairs, "diagonal".
         rank: eigenpairs of "low_rank", and of large Kronecker factors.
         size: weights of a subnetwork.
-        index: their places in the flat vector, in order.
+        index: their places in θ, in order.
         general: parameters to follow by a backward pass per example, whatever is known of their use.
         reporter: told of progress.
+        space: the inferred weights, where `model` is the module of a shell that nobody else uses; it is then run as it
+            is. By default those that require a gradient, and a shell is made.
     """
-    data, likelihood = as_data(data), as_likelihood(likelihood)
+    data, likelihood = as_batches(data, "data"), as_likelihood(likelihood)
     _check(structure, kind, samples, batch_size, rank)
-    first = map_inputs(data.take(slice(0, 3)).inputs, lambda x: x.to(device_of(model)))
-    chosen = last_layer.names_of(model, first) if names == "last_layer" else _matching(model, names)
+    if space is None:
+        _check_eval(model)
+        space = Space.of(model)
+        model = Skeleton(model, space).shell().module
+    device = model.get_parameter(space.names[0]).device
+    few = data.first(PROBE)
+    first = inputs_to(few.inputs, device)
+    chosen = last_layer.space_of(model, space, first) if subset == "last_layer" else space.select(subset)
     capture = Capture(model, chosen, general)
     outputs, sites = capture.probe(first)
-    _check_targets(likelihood, outputs, data)
+    values = outputs.detach().to(capture.dtype)
+    _check_targets(likelihood, values, data)
     if kind is None:
-        kind = "mc" if likelihood.per_token(outputs) else "ggn"
+        kind = "mc" if likelihood.per_token(values) else "ggn"
     if batch_size is None:
-        most = 64 if device_of(model).type == "cpu" else 256
-        batch_size = max(1, min(most, OUTPUTS // outputs[0].numel()))
-    capture.columns = columns.count(kind, likelihood, outputs, samples)
-    sweep = Sweep(capture, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
+        most = 64 if device.type == "cpu" else 256
+        batch_size = max(1, min(most, OUTPUTS // values[0].numel()))
+    capture.columns = columns.count(kind, likelihood, values, samples)
+    sweep = Sweep(capture, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
     if kind == "ggn" and last_layer.applies(sites, outputs, structure):
         pieces = last_layer.fit(sweep, structure)
     else:
@@ -125,8 +141,9 @@ def estimate(
         names=tuple(piece.names for piece in pieces),
         structures=tuple(piece.structure for piece in pieces),
         log_likelihood=sweep.log_likelihood,
-        num_data=len(data),
-        outputs=outputs.shape[-1] if outputs.dim() > 1 else 1,
+        num_data=sweep.num_data,
+        observed=sweep.observed,
+        outputs=values.shape[-1] if values.dim() > 1 else 1,
         kind=kind,
         general=tuple(capture.general),
     )
@@ -140,7 +157,7 @@ def _fit(
     rank: int,
     size: int,
     index: Tensor | None,
-) -> list[Piece]:
+) -> list[CurvaturePiece]:
     if structure == "diag":
         return diagonal.fit(sweep)
     if structure == "kron":
@@ -154,29 +171,31 @@ def _fit(
     return dense.full(sweep) if structure == "full" else dense.blocks(sweep)
 
 
-def _matching(model: nn.Module, names: str | Sequence[str] | None) -> list[str] | None:
-    if names is None:
-        return None
-    known = list(trainable(model))
-    patterns = [names] if isinstance(names, str) else list(names)
-    for pattern in patterns:
-        if not fnmatch.filter(known, pattern):
-            raise unknown_name("trainable parameter or pattern", pattern, known)
-    return [name for name in known if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-
-
 def _check(structure: str, kind: str | None, samples: int, batch_size: int | None, rank: int) -> None:
     if structure not in get_args(Form):
         raise unknown_name("structure", structure, get_args(Form))
     if kind is not None and kind not in columns.KINDS:
         raise unknown_name("kind", kind, columns.KINDS)
-    for name, value in {"samples": samples, "batch_size": batch_size or 1, "rank": rank}.items():
+    counts = {"samples": samples, "batch_size": 1 if batch_size is None else batch_size, "rank": rank}
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
 
 
-def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Data) -> None:
-    """All targets against outputs of the first example: a wrong one is an error now, not after an hour."""
-    mask = None if data.mask is None else data.mask.to(outputs.device)
-    full = outputs.detach()[:1].expand(len(data), *outputs.shape[1:])
-    likelihood.check(full, data.targets.to(outputs.device), mask)
+def _check_eval(model: nn.Module) -> None:
+    training = next((path for path, module in model.named_modules() if module.training), None)
+    if training is not None:
+        raise ValueError(
+            "model must be in eval mode: dropout and running averages would make curvature random; "
+            f"got a model whose {training or 'root'} module is training. Call model.eval()."
+        )
+
+
+def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Batches) -> None:
+    """All targets at hand against outputs of the first example: a wrong one is an error now, not after an hour."""
+    whole = data.tensors
+    if whole is None:
+        return  # each minibatch is checked when it is read
+    mask = None if whole.mask is None else whole.mask.to(outputs.device)
+    full = outputs[:1].expand(len(whole), *outputs.shape[1:])
+    likelihood.check(full, whole.targets.to(outputs.device), mask)

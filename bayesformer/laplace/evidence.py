@@ -32,7 +32,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Noise:
+class ObservationNoise:
     """Gaussian observation noise: its σ where the curvature was taken, and how many values were observed."""
 
     scale: float
@@ -51,7 +51,7 @@ class Quadratic:
     groups: Groups
     temperature: float = 1.0
     """the likelihood is taken to the power 1 / temperature"""
-    noise: Noise | None = None
+    noise: ObservationNoise | None = None
     """where the noise is known to the likelihood and may be changed"""
 
     def __post_init__(self) -> None:

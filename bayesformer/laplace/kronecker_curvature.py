@@ -26,10 +26,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bayesformer.jacobians.site_groups import Family, families
+from bayesformer.jacobians.site_groups import SiteGroup, site_groups
 from bayesformer.laplace.diagonal_curvature import squares
 from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
-from bayesformer.laplace.passes import Look, Piece, Sweep
+from bayesformer.laplace.passes import BatchPass, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature, KroneckerCurvature
 
 SMALL, LARGE = 1024, 4096
@@ -40,51 +40,51 @@ Large = Literal["low_rank", "diagonal"]
 
 def fit(
     sweep: Sweep, approximation: Approximation | None = None, large: Large = "low_rank", rank: int = 64
-) -> list[Piece]:
+) -> list[CurvaturePiece]:
     """A block per matrix and per vector."""
-    members: dict[tuple[str, int], list[Member]] = {}
+    accumulators: dict[tuple[str, int], list[Accumulator]] = {}
 
-    def add(look: Look) -> None:
-        reduce = not sweep.likelihood.per_token(look.outputs) if approximation is None else approximation == "reduce"
-        own = _units(families(look.sites))
-        if not set(own) <= set(members):
-            trial = look.trial()
+    def add(step: BatchPass) -> None:
+        reduce = not sweep.likelihood.per_token(step.values) if approximation is None else approximation == "reduce"
+        own = _units(site_groups(step.sites))
+        if not set(own) <= set(accumulators):
+            trial = step.probe_gradients()
             for key, unit in own.items():
-                if key not in members:
-                    members[key] = _members(sweep, unit, trial, reduce, large, rank)
+                if key not in accumulators:
+                    accumulators[key] = _accumulators(sweep, unit, trial, reduce, large, rank)
         for key, unit in own.items():
-            for member in members[key]:
-                member.forward(unit, look)
-        for gradients in look.gradients():
+            for accumulator in accumulators[key]:
+                accumulator.forward(unit, step)
+        for gradients in step.gradients():
             for key, unit in own.items():
-                for member in members[key]:
-                    member.backward(unit, gradients)
+                for accumulator in accumulators[key]:
+                    accumulator.backward(unit, gradients)
 
     sweep.each(add)
-    return _pieces(sweep, members)
+    return _pieces(sweep, accumulators)
 
 
-def _units(found: list[Family]) -> dict[tuple[str, int], list[Family]]:
+def _units(found: list[SiteGroup]) -> dict[tuple[str, int], list[SiteGroup]]:
     """Matrices and tables one by one, by name and start; all families of any other parameter together."""
-    others = {family.name for family in found if family.kind not in {"linear", "embedding"}}
-    units: dict[tuple[str, int], list[Family]] = {}
-    for family in found:
-        start = 0 if family.name in others else family.stretch.start
-        units.setdefault((family.name, start), []).append(family)
+    others = {group.name for group in found if group.kind not in {"linear", "embedding"}}
+    units: dict[tuple[str, int], list[SiteGroup]] = {}
+    for group in found:
+        start = 0 if group.name in others else group.stretch.start
+        units.setdefault((group.name, start), []).append(group)
     return units
 
 
-def _members(
-    sweep: Sweep, unit: list[Family], trial: list[Tensor], reduce: bool, large: Large, rank: int
-) -> list[Member]:
+def _accumulators(
+    sweep: Sweep, unit: list[SiteGroup], trial: list[Tensor], reduce: bool, large: Large, rank: int
+) -> list[Accumulator]:
     like, first = sweep.zeros(0), unit[0]
     if len(unit) == 1 and first.kind == "linear":
         runs = _runs(first.gradient(first.pick(trial), "linear"), reduce)
-        return [Matrix(first, rows, pooled, like, large, rank) for rows, pooled in runs]
+        return [MatrixAccumulator(first, rows, pooled, like, large, rank) for rows, pooled in runs]
     if len(unit) == 1 and first.kind == "embedding":
-        return [Table(first, like)]
+        return [TableAccumulator(first, like)]
     size = sweep.size(first.name)
-    return [Small(size, like) if size <= SMALL else Vector(size, like)]
+    return [DenseAccumulator(size, like) if size <= SMALL else DiagonalAccumulator(size, like)]
 
 
 def _runs(g: Tensor, reduce: bool) -> list[tuple[slice, bool]]:
@@ -103,7 +103,7 @@ def _factor(size: int, like: Tensor, large: Large, rank: int) -> Factor:
     return SketchFactor(size, like, rank) if large == "low_rank" else DiagonalFactor(size, like)
 
 
-class Member:
+class Accumulator:
     """What is summed up for some weights of one parameter."""
 
     def __init__(self, stretch: slice) -> None:
@@ -113,10 +113,10 @@ class Member:
         """Its weights in the flat parameter, in order."""
         return torch.arange(self.stretch.start, self.stretch.stop)
 
-    def forward(self, unit: list[Family], look: Look) -> None:
+    def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
         """Once per minibatch."""
 
-    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+    def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
         """Once per column."""
         raise NotImplementedError
 
@@ -125,14 +125,14 @@ class Member:
         raise NotImplementedError
 
 
-class Matrix(Member):
+class MatrixAccumulator(Accumulator):
     """B ⊗ A of the outputs `rows`."""
 
-    def __init__(self, family: Family, rows: slice, reduce: bool, like: Tensor, large: Large, rank: int) -> None:
-        super().__init__(family.stretch)
+    def __init__(self, group: SiteGroup, rows: slice, reduce: bool, like: Tensor, large: Large, rank: int) -> None:
+        super().__init__(group.stretch)
         self.rows, self.reduce, self.count = rows, reduce, 0
-        self.turned = bool(family.sites[0].turned)  # type: ignore[attr-defined]
-        self.inputs = family.inputs().shape[-1]
+        self.turned = bool(group.sites[0].turned)  # type: ignore[attr-defined]
+        self.inputs = group.inputs().shape[-1]
         self.inner = _factor(self.inputs, like, large, rank)
         self.outer = _factor(rows.stop - rows.start, like, large, rank)
 
@@ -143,10 +143,10 @@ class Matrix(Member):
             return whole.view(self.inputs, -1)[:, self.rows].flatten()
         return whole.view(-1, self.inputs)[self.rows].flatten()
 
-    def forward(self, unit: list[Family], look: Look) -> None:
+    def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
         """A."""
         a = unit[0].inputs()  # (B, R, in)
-        kept = look.valid if look.valid is not None and look.valid.shape == a.shape[:2] else None
+        kept = step.valid if step.valid is not None and step.valid.shape == a.shape[:2] else None
         if self.reduce:
             self.count += len(a)
             if kept is None:
@@ -158,7 +158,7 @@ class Matrix(Member):
             self.count += len(rows)
             self.inner.add(rows)
 
-    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+    def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
         """B."""
         g = unit[0].gradient(unit[0].pick(gradients), "linear")[..., self.rows]
         self.outer.add(g.sum(2).flatten(0, 1) if self.reduce else g.flatten(0, 2))
@@ -170,24 +170,24 @@ class Matrix(Member):
         return KroneckerCurvature(first[0], second[0], first[1], second[1])
 
 
-class Table(Member):
+class TableAccumulator(Accumulator):
     """diag(frequencies) ⊗ B of an embedding (V, D)."""
 
-    def __init__(self, family: Family, like: Tensor) -> None:
-        super().__init__(family.stretch)
-        vocabulary, width = family.sites[0].part.shape
+    def __init__(self, group: SiteGroup, like: Tensor) -> None:
+        super().__init__(group.stretch)
+        vocabulary, width = group.sites[0].part.shape
         self.frequencies, self.outer = like.new_zeros(vocabulary), DenseFactor(width, like)
 
-    def forward(self, unit: list[Family], look: Look) -> None:
+    def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
         """Counts of tokens."""
         tokens = unit[0].tokens()
-        kept = tokens[look.valid] if look.valid is not None and look.valid.shape == tokens.shape else tokens.flatten()
+        kept = tokens[step.valid] if step.valid is not None and step.valid.shape == tokens.shape else tokens.flatten()
         for site in unit[0].sites:
             if site.padding is not None:  # type: ignore[attr-defined]
                 kept = kept[kept != site.padding]  # type: ignore[attr-defined]
         self.frequencies += kept.bincount(minlength=len(self.frequencies))
 
-    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+    def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
         """B."""
         self.outer.add(unit[0].gradient(unit[0].pick(gradients), "embedding").flatten(0, 2))
 
@@ -197,16 +197,16 @@ class Table(Member):
         return KroneckerCurvature(self.frequencies / self.frequencies.sum().clamp_min(1), values, None, vectors)
 
 
-class Small(Member):
+class DenseAccumulator(Accumulator):
     """The exact block of a whole parameter, dense."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         super().__init__(slice(0, size))
         self.factor = DenseFactor(size, like)
 
-    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+    def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
         """Each example's gradient."""
-        parts = [(family.stretch, family.per_example(family.pick(gradients)).flatten(0, 1)) for family in unit]
+        parts = [(group.stretch, group.per_example(group.pick(gradients)).flatten(0, 1)) for group in unit]
         if parts[0][0] == self.stretch:
             self.factor.add(parts[0][1])
             return
@@ -220,29 +220,29 @@ class Small(Member):
         return DenseCurvature(self.factor.total)
 
 
-class Vector(Member):
+class DiagonalAccumulator(Accumulator):
     """The exact diagonal of a whole parameter."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         super().__init__(slice(0, size))
         self.total = like.new_zeros(size)
 
-    def backward(self, unit: list[Family], gradients: list[Tensor]) -> None:
+    def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
         """Squares."""
-        for family in unit:
-            self.total[family.stretch] += squares(family, family.pick(gradients))
+        for group in unit:
+            self.total[group.stretch] += squares(group, group.pick(gradients))
 
     def structure(self) -> DiagonalCurvature:
         """The vector."""
         return DiagonalCurvature(self.total)
 
 
-def _pieces(sweep: Sweep, members: dict[tuple[str, int], list[Member]]) -> list[Piece]:
+def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]) -> list[CurvaturePiece]:
     """In the order of the flat vector, with zeros for what no pass has used: the prior alone speaks there."""
     pieces = []
     for name in sweep.names:
-        own = [member for (other, _), group in members.items() if other == name for member in group]
-        found = [(member.places(), member.structure()) for member in own]
+        own = [accumulator for (other, _), group in accumulators.items() if other == name for accumulator in group]
+        found = [(accumulator.places(), accumulator.structure()) for accumulator in own]
         unused = torch.ones(sweep.size(name), dtype=torch.bool)
         for places, _ in found:
             unused[places] = False
@@ -250,7 +250,7 @@ def _pieces(sweep: Sweep, members: dict[tuple[str, int], list[Member]]) -> list[
             rest = unused.nonzero().flatten()
             found.append((rest, DiagonalCurvature(sweep.zeros(len(rest)))))
         for places, structure in sorted(found, key=lambda item: int(item[0][0])):
-            pieces.append(Piece((name,), _simple(places + sweep.starts[name]), structure))
+            pieces.append(CurvaturePiece((name,), _simple(places + sweep.starts[name]), structure))
     return pieces
 
 

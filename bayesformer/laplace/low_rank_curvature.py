@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bayesformer.core.seeds import generator
 from bayesformer.jacobians import columns
-from bayesformer.laplace.dense_curvature import Rows
-from bayesformer.laplace.passes import Look, Piece, Sweep
+from bayesformer.laplace.dense_curvature import ExampleRows
+from bayesformer.laplace.passes import BatchPass, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import LowRankCurvature
 
 STACKED = 2**28  # numbers of stacked rows at most: 1 GiB in float32
@@ -26,7 +26,7 @@ OVERSAMPLING = 8
 PASSES, TOLERANCE = 8, 1e-4  # over the data at most; change of the eigenvalues, of the largest, that ends it
 
 
-def fit(sweep: Sweep, rank: int) -> list[Piece]:
+def fit(sweep: Sweep, rank: int) -> list[CurvaturePiece]:
     """One block over all parameters, of `rank` eigenpairs or as many as there are."""
     names = sweep.names
     size = sum(sweep.size(name) for name in names)
@@ -36,20 +36,23 @@ def fit(sweep: Sweep, rank: int) -> list[Piece]:
         vectors, values = _by_gram(sweep, names, rank)
     else:
         vectors, values = _by_krylov(sweep, names, size, rank)
-    return [Piece(tuple(names), sweep.place(names), LowRankCurvature(vectors, values))]
+    return [CurvaturePiece(tuple(names), sweep.place(names), LowRankCurvature(vectors, values))]
 
 
 def _rows(sweep: Sweep) -> int:
-    look = sweep.look(sweep.data.take(slice(0, 1)))
-    return len(sweep.data) * columns.count(sweep.kind, sweep.likelihood, look.outputs, sweep.samples)
+    """How many rows Sᵀ J has over all data; more than `ROWS` where the number of data is not known."""
+    if sweep.data.num_data is None:
+        return ROWS + 1
+    values = sweep.run(sweep.data.first(1)).values
+    return sweep.data.num_data * columns.count(sweep.kind, sweep.likelihood, values, sweep.samples)
 
 
 def _by_gram(sweep: Sweep, names: list[str], rank: int) -> tuple[Tensor, Tensor]:
     found: list[Tensor] = []
 
-    def add(look: Look) -> None:
-        rows_of = Rows(look, sweep)
-        found.extend(rows_of(names, gradients) for gradients in look.gradients())
+    def add(step: BatchPass) -> None:
+        rows_of = ExampleRows(step, sweep)
+        found.extend(rows_of(names, gradients) for gradients in step.gradients())
 
     sweep.each(add)
     stacked = torch.cat(found)  # (M, p)
@@ -93,9 +96,9 @@ def _times(sweep: Sweep, names: list[str], vectors: Tensor) -> Tensor:
     """H V (p, k) in one pass over the data."""
     product = torch.zeros_like(vectors)
 
-    def add(look: Look) -> None:
-        rows_of = Rows(look, sweep)
-        for gradients in look.gradients():
+    def add(step: BatchPass) -> None:
+        rows_of = ExampleRows(step, sweep)
+        for gradients in step.gradients():
             rows = rows_of(names, gradients)
             product.addmm_(rows.mT, rows @ vectors)
 

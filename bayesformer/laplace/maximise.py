@@ -42,7 +42,7 @@ def maximise(
     return found, value
 
 
-class Choice(NamedTuple, Generic[T]):
+class BestCandidate(NamedTuple, Generic[T]):
     """The best of several candidates."""
 
     value: T
@@ -50,7 +50,7 @@ class Choice(NamedTuple, Generic[T]):
     scores: list[float]  # of every candidate, -inf where it failed
 
 
-def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> Choice[T]:
+def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> BestCandidate[T]:
     """The candidate of the highest score. One whose matrix is not positive definite scores minus infinity."""
     tried, scores, problem = [], [], "a score that is NaN"
     for candidate in candidates:
@@ -63,4 +63,4 @@ def best_of(candidates: Iterable[T], score: Callable[[T], float]) -> Choice[T]:
     if not tried or max(scores) == -math.inf:
         raise ValueError(f"at least one of the {len(tried)} candidates must have a finite score; none has: {problem}.")
     best = max(range(len(tried)), key=scores.__getitem__)
-    return Choice(tried[best], scores[best], scores)
+    return BestCandidate(tried[best], scores[best], scores)

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from bayesformer.core.progress import bars
-from bayesformer.core.types import Inputs
+from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.data import Batches, as_batches
-from bayesformer.data.inputs import inputs_to
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
-from bayesformer.laplace.estimate import OUTPUTS, Curvature, estimate
+from bayesformer.laplace.earlier import posterior_after, trained_mode
+from bayesformer.laplace.estimate import Curvature, estimate
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
-from bayesformer.model.calling import apply
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.members import facts_of
-from bayesformer.train.problem import Problem, check_ranges, settings_of
+from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.recipe import find_modes, posterior_of
 
@@ -81,22 +78,21 @@ class Laplace:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        number = self.prior_precision
         check_ranges(
             self,
-            prior_precision=number in NAMED or (isinstance(number, int | float) and 0 < number < math.inf),
-            start=self.start > 0 and math.isfinite(self.start),
-            per=self.per in {"one", "layer", "weight"},
-            noise=self.noise in {"given", "marglik", "validation"},
-            temperature=self.temperature > 0,
-            structure=self.structure in STRUCTURES,
-            curvature=self.curvature in {"auto", "ggn", "mc", "fisher"},
-            predictive=self.predictive in WAYS,
-            draws=self.draws >= 1,
-            samples=self.samples >= 1,
-            rank=self.rank >= 1,
-            size=self.size >= 1,
-            grid=self.grid >= 2,
+            prior_precision=either(above(0, finite=True), one_of(NAMED)),
+            start=above(0, finite=True),
+            per=one_of(("one", "layer", "weight")),
+            noise=one_of(("given", "marglik", "validation")),
+            temperature=above(0),
+            structure=one_of(STRUCTURES),
+            curvature=one_of(("auto", "ggn", "mc", "fisher")),
+            predictive=one_of(WAYS),
+            draws=whole(1),
+            samples=whole(1),
+            rank=whole(1),
+            size=whole(1),
+            grid=whole(2),
         )
         links.check_link(self.link)
         if self.per != "one" and self.prior_precision not in {"auto", "marglik"}:
@@ -113,9 +109,13 @@ class Laplace:
         return float(self.start if isinstance(self.prior_precision, str) else self.prior_precision)
 
     def fit(self, problem: Problem) -> Posterior:
-        """Train to the mode, then fit the Gaussian."""
+        """Train to the mode, then fit the Gaussian; an earlier posterior takes the place of the prior."""
         self.check(problem.likelihood, problem.validation)
         prototype = Prototype(problem)
+        if problem.prior is not None:
+            mode, stage = trained_mode(prototype)
+            facts = facts_of("laplace", self, prototype, stage)
+            return posterior_after(self, prototype, mode, problem.seed, facts)
         setting = f"normal(0, {self.precision**-0.5!r})"
         modes = find_modes(prototype, "laplace", setting, 1.0)
         assert modes.stage is not None
@@ -145,7 +145,7 @@ class Laplace:
         """The posterior around a mode of the prototype's weights."""
         started, likelihood = time.perf_counter(), prototype.likelihood
         found = self.estimate(prototype, mode, int(facts.get("seed", 0)))
-        at = quadratic(found, mode.theta, likelihood, prototype.data, self.per, self.temperature, prototype.space)
+        at = quadratic(found, mode.theta, likelihood, self.per, self.temperature, prototype.space)
         buffers = {name: value[None] for name, value in mode.buffers.items()}
 
         def posterior(tuned: Tuned) -> Posterior:
@@ -164,34 +164,29 @@ class Laplace:
         shell = prototype.skeleton.shell()
         shell.load(mode.theta)
         shell.load_buffers(mode.buffers)
-        network = shell.module.eval()
-        for parameter in network.parameters():
+        module = shell.module.eval()
+        for parameter in module.parameters():
             parameter.grad = None
-        _check_outputs(network, prototype.data, shell.theta.device)
-        names = None if self.subset == "*" else self.subset
+        subset: Choice = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
-            names, form = "last_layer", self._last_layer(network, prototype.few.inputs)
+            chosen = last_layer.space_of(module, prototype.space, prototype.few.inputs)
+            subset, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
         return estimate(
-            network,
+            module,
             prototype.likelihood,
             prototype.data,
             form,
             kind=None if self.curvature == "auto" else self.curvature,
-            names=names,
+            subset=subset,
             samples=self.samples,
             seed=seed,
             rank=self.rank,
             size=self.size,
             index=index,
             reporter=prototype.problem.reporter,
+            space=prototype.space,
         )
-
-    @staticmethod
-    def _last_layer(model: nn.Module, few: Inputs) -> Literal["full", "kron"]:
-        names = last_layer.names_of(model, few)
-        weights = sum(p.numel() for name, p in model.named_parameters() if name in names)
-        return "full" if weights <= SMALL else "kron"
 
 
 def laplace(
@@ -241,15 +236,3 @@ def laplace(
             "init": "given",
         }
         return method.around(prototype, prototype.start(0), facts)
-
-
-def _check_outputs(model: nn.Module, data: Batches, device: torch.device) -> None:
-    """One forward pass over the data: a NaN would only show as a matrix without eigenvalues, much later."""
-    bad = count = 0
-    with torch.inference_mode():
-        size = apply(model, inputs_to(data.first(1).inputs, device)).numel()
-        for batch in data.in_order(max(1, min(256, OUTPUTS // size)), device):
-            bad += int((~torch.isfinite(apply(model, batch.inputs))).flatten(1).any(1).sum())
-            count += len(batch.targets)
-    if bad:
-        raise ValueError(f"model's outputs must be finite on the data; {bad} of {count} examples have NaN or inf.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -13,20 +14,20 @@ from torch import Tensor
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch, Inputs
-from bayesformer.data import Data
-from bayesformer.data.inputs import map_inputs
+from bayesformer.data.batches import Batches
+from bayesformer.data.in_memory import batch_to
 from bayesformer.jacobians import columns
-from bayesformer.jacobians.capture import Capture, patternless
+from bayesformer.jacobians.capture import Capture, irregular_values
 from bayesformer.jacobians.sites import Site, backpropagate
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood
-from bayesformer.network import Layout, device_of
+from bayesformer.model.space import Space
 
 COLUMNS = 9  # at a time: many small steps cost more than what they compute, large ones leave the cache
 
 
-class Piece(NamedTuple):
-    """A block of the result: its parameters, its place in the flat vector of all trainable weights, its curvature."""
+class CurvaturePiece(NamedTuple):
+    """A block of the result: its parameters, its place in the vector θ of all inferred weights, its curvature."""
 
     names: tuple[str, ...]
     place: slice | Tensor
@@ -34,113 +35,133 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
-    """One minibatch after its forward pass."""
+class BatchPass:
+    """One minibatch after its forward pass, with the columns that are to be sent back."""
 
     batch: Batch
     outputs: Tensor  # (B, ..., K), with their graph
+    values: Tensor  # the same without it, in the precision of the weights' vector
     sites: list[Site]
     valid: Tensor | None  # (B, T): inputs that are no padding, where that is known
     columns: Iterator[Tensor]
     log_prob: Tensor  # (B,), of the targets
-    only: bool = False
-    """whether there is one column, and nothing is asked of the graph after it"""
+    single_column: bool = False
+    """whether there is one column in all, so that its backward pass may free the graph"""
 
     def gradients(self) -> Iterator[list[Tensor]]:
         """For a few columns after another, g (S, B, ...) of every site."""
         columns = iter(self.columns)
         while some := list(islice(columns, COLUMNS)):
-            yield backpropagate(self.sites, self.outputs, torch.stack(some), keep=not self.only)
+            yield backpropagate(self.sites, self.outputs, torch.stack(some), keep=not self.single_column)
 
-    def trial(self) -> list[Tensor]:
-        """g of a column without a pattern: what is 0 or cancels there does so by the nature of the model."""
-        return backpropagate(self.sites, self.outputs, patternless(self.outputs).unsqueeze(0))
+    def probe_gradients(self) -> list[Tensor]:
+        """g (1, B, ...) of a column of irregular numbers: what is 0 or cancels there does so for every column."""
+        return backpropagate(self.sites, self.outputs, irregular_values(self.values).unsqueeze(0))
 
 
 @dataclass
 class Sweep:
     """Minibatches of the data, in order, as often as `each` is called.
 
-    After a pass `log_likelihood` is its sum over the data.
+    After a pass `log_likelihood` is its sum over the data, `num_data` the number of examples that were read, and
+    `observed` how many numbers among their targets count.
     """
 
     capture: Capture
+    space: Space
     likelihood: Likelihood
-    data: Data
+    data: Batches
     kind: str
     batch_size: int
     samples: int = 1
     seed: int = 0
     reporter: Reporter = field(default_factory=Silent)
     log_likelihood: float = 0.0
+    num_data: int = 0
+    observed: int = 0
 
     def __post_init__(self) -> None:
-        self.layout = Layout.of(self.capture.model)
-        starts = torch.tensor([0, *self.layout.sizes]).cumsum(0).tolist()
-        self.starts = dict(zip(self.layout.names, starts, strict=False))
+        self.device = next(iter(self.capture.parameters.values())).device
+        self.starts = {name: place.start for name, place in self.space.slices.items()}
 
     @property
     def names(self) -> list[str]:
-        """The parameters followed, in the order of the flat vector."""
-        return [name for name in self.layout.names if name in self.capture.parameters]
+        """The parameters followed, in the order of θ."""
+        return list(self.capture.space.names)
 
     def size(self, name: str) -> int:
-        """Numbers of a parameter."""
+        """How many numbers a parameter has."""
         return self.capture.parameters[name].numel()
 
     def zeros(self, *shape: int) -> Tensor:
-        """In the type and on the device of the parameters."""
-        return next(iter(self.capture.parameters.values())).new_zeros(shape)
+        """Zeros in the precision of θ, on the device of the parameters."""
+        return torch.zeros(shape, dtype=self.capture.dtype, device=self.device)
 
     def place(self, names: list[str]) -> slice | Tensor:
-        """Where these parameters lie: a slice if they are neighbours."""
-        slices = [slice(self.starts[name], self.starts[name] + self.size(name)) for name in names]
-        if all(a.stop == b.start for a, b in pairwise(slices)):
-            return slice(slices[0].start, slices[-1].stop)
-        return torch.cat([torch.arange(s.start, s.stop) for s in slices])
+        """Where these parameters lie in θ: a slice if they are neighbours."""
+        return self.space.places(self.space.select(names), self.device)
 
-    def each(self, work: Callable[[Look], None]) -> None:
-        """`work` on one minibatch after another. A callback and no iterator: a graph is gone before the next one."""
-        self.log_likelihood, done = 0.0, 0
-        for number, batch in enumerate(self.data.chunks(self.batch_size)):
+    def each(self, work: Callable[[BatchPass], None]) -> None:
+        """`work` on one minibatch after another. A callback and no iterator: a graph is freed before the next one."""
+        self.log_likelihood, self.num_data, self.observed = 0.0, 0, 0
+        for number, batch in enumerate(self.data.in_order(self.batch_size, self.device)):
             self.log_likelihood += self._one(batch, number, work)
-            done += len(batch.targets)
-            self.reporter.update("curvature", done, len(self.data))
+            self.num_data += len(batch.targets)
+            self.observed += count_observed(self.likelihood, batch)
+            self.reporter.update("curvature", self.num_data, self.data.num_data or self.num_data)
 
-    def _one(self, batch: Batch, number: int, work: Callable[[Look], None]) -> float:
-        look = self.look(batch, number)
-        work(look)
-        return look.log_prob.double().sum().item()
+    def _one(self, batch: Batch, number: int, work: Callable[[BatchPass], None]) -> float:
+        step = self.run(batch, number)
+        work(step)
+        return step.log_prob.double().sum().item()
 
-    def look(self, batch: Batch, number: int = 0) -> Look:
-        """One minibatch."""
-        device = device_of(self.capture.model)
-        mask = None if batch.mask is None else batch.mask.to(device)
-        batch = Batch(map_inputs(batch.inputs, lambda x: x.to(device)), batch.targets.to(device), mask)
+    def run(self, batch: Batch, number: int = 0) -> BatchPass:
+        """The forward pass of one minibatch, refused where its outputs are not finite or its targets do not fit."""
+        batch = batch_to(batch, self.device)
         outputs, sites = self.capture(batch.inputs)
+        values = outputs.detach().to(self.capture.dtype)
+        self._check(values, batch, number)
         _, answered = self.likelihood.align(batch.targets, batch.mask)
         valid = _padding(batch.inputs)
-        if valid is None and self.likelihood.per_token(outputs) and answered is not None and answered.dim() == 2:
+        if valid is None and self.likelihood.per_token(values) and answered is not None and answered.dim() == 2:
             valid = answered
-        only = self.capture.columns == 1
         if self.kind == "fisher":
-            column, log_prob = columns.score(self.likelihood, outputs, batch.targets, batch.mask)
-            return Look(batch, outputs, sites, valid, iter([column]), log_prob, only)
-        log_prob = self.likelihood.log_prob(outputs.detach(), batch.targets, batch.mask)
-        found = self._columns(outputs, batch, answered, number)
-        return Look(batch, outputs, sites, valid, found, log_prob, only)
+            column, log_prob = columns.score(self.likelihood, values, batch.targets, batch.mask)
+            found = iter([column])
+        else:
+            log_prob = self.likelihood.log_prob(values, batch.targets, batch.mask)
+            found = self._columns(values, batch, answered, number)
+        return BatchPass(batch, outputs, values, sites, valid, found, log_prob, self.capture.columns == 1)
 
-    def _columns(self, outputs: Tensor, batch: Batch, answered: Tensor | None, number: int) -> Iterator[Tensor]:
+    def _check(self, values: Tensor, batch: Batch, number: int) -> None:
+        bad = int((~torch.isfinite(values)).flatten(1).any(1).sum())
+        if bad:
+            raise ValueError(
+                f"model's outputs must be finite on the data; {bad} of {len(values)} examples in minibatch {number} "
+                "have NaN or inf."
+            )
+        read = self.data.tensors is None  # else all targets were checked before the pass
+        if read and bool(self.likelihood.kept(batch.targets, batch.mask).any()):
+            self.likelihood.check(values, batch.targets, batch.mask)
+
+    def _columns(self, values: Tensor, batch: Batch, answered: Tensor | None, number: int) -> Iterator[Tensor]:
         if self.kind == "ggn":
-            return columns.exact(self.likelihood, outputs, answered)
+            return columns.exact(self.likelihood, values, answered)
         # Draws at ignored targets must not count: the mask says so, as ignore_index cannot.
         counted = self.likelihood.counted(batch.targets, batch.mask)
         seed = fold(self.seed, "curvature", number)
-        return columns.sampled(self.likelihood, outputs, counted, self.samples, seed)
+        return columns.sampled(self.likelihood, values, counted, self.samples, seed)
+
+
+def count_observed(likelihood: Likelihood, batch: Batch) -> int:
+    """How many numbers among the targets of a minibatch count."""
+    counted = likelihood.counted(batch.targets, batch.mask)
+    if counted is None:
+        return batch.targets.numel()
+    return int(counted.sum()) * math.prod(batch.targets.shape[counted.dim() :])
 
 
 def _padding(inputs: Inputs) -> Tensor | None:
     """(B, T): an attention mask among keyword inputs."""
-    if isinstance(inputs, Mapping) and "attention_mask" in inputs and inputs["attention_mask"].dim() == 2:
-        return inputs["attention_mask"].bool()
-    return None
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None

@@ -76,7 +76,7 @@ class ConcreteDropout(nn.Module):
         if not self.training:
             return x
         kept = torch.sigmoid(-(self.logit + Logistic().sample(x)) / self.temperature)  # 1 - z
-        return x * kept * (1 + self.logit.exp())  # 1 / (1 - p) = 1 + e^logit
+        return (x * kept * (1 + self.logit.exp())).to(x.dtype)  # 1 / (1 - p) = 1 + e^logit
 
     def regulariser(self, weight: Tensor | None = None, width: int | None = None) -> Tensor:
         """(): l² ‖W‖² / (2 (1 - p)) - K H(p). Without a weight only the entropy, K being the last width seen."""
@@ -129,7 +129,9 @@ def add_concrete_sites(
         if not on_weights and not isinstance(module, nn.Linear | nn.MultiheadAttention) and not is_conv1d(module):
             continue
         like = next(iter([*module.parameters(), *model.parameters()]))
-        site = ConcreteDropout(rate, temperature, lengthscale).to(like).train(module.training)
+        wide = torch.promote_types(like.dtype, torch.float32)  # half precision would round steps of a rate away
+        with like.device:
+            site = ConcreteDropout(rate, temperature, lengthscale).to(wide).train(module.training)
         if on_weights:
             module.dropout = site
         else:
@@ -137,7 +139,13 @@ def add_concrete_sites(
             module.register_forward_pre_hook(_drop_inputs, with_kwargs=True)
         sites += 1
     if not sites:
-        raise unknown_name("linear or attention module in names:", names, _candidates(model, hidden))
+        candidates = _candidates(model, hidden)
+        if candidates:
+            raise unknown_name("linear or attention module in names:", names, candidates)
+        raise ValueError(
+            "concrete_dropout needs a model with linear layers (nn.Linear, nn.MultiheadAttention or Conv1D of "
+            f"transformers), before which it drops; {type(model).__name__} has none. Use mc_dropout or mean_field."
+        )
     return model
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import softplus
 from bayesformer.core.types import Params
 from bayesformer.core.vectors import is_long, pieces, transformed
 from bayesformer.layers.families import Family, Gaussian, kl_terms
-from bayesformer.network import Layout
+from bayesformer.model.space import Space
 from bayesformer.priors import distributions as laws
 from bayesformer.priors.distributions import Distribution
 
@@ -49,7 +49,7 @@ class Views(NamedTuple):
     whole_tables: Params  # for the KL
 
 
-def views(layout: Layout, rho: Tensor, tables: Mapping[str, Tensor]) -> Views:
+def views(layout: Space, rho: Tensor, tables: Mapping[str, Tensor]) -> Views:
     """The same numbers. Gradients of the pass are added to those of the KL in place, not each made in full."""
     found = iter(_Views.apply(layout, rho, *tables.values()))
     whole, whole_tables = next(found), {name: next(found) for name in tables}
@@ -74,7 +74,7 @@ class _Views(torch.autograd.Function):
     """Outputs: rho and tables for the KL, then tables and the parts of rho for the pass."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, rho: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, layout: Space, rho: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.like = layout, (rho.detach(), *(table.detach() for table in tables))
         again = (table.detach() for table in tables)
@@ -164,7 +164,7 @@ def _start(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _empty(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors)
+    return tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors)
 
 
 def _pieces(flat: int, tensors: Sequence[Tensor]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:

@@ -27,7 +27,7 @@ from bayesformer.layers import local as layerwise
 from bayesformer.layers import long
 from bayesformer.layers.drawing import Drawing
 from bayesformer.layers.families import FAMILIES, INFINITE, Family, is_closed, kl_terms
-from bayesformer.network import Layout, trainable
+from bayesformer.model.space import Space
 from bayesformer.priors.distributions import Distribution
 from bayesformer.priors.prior import Prior, PriorLike, as_prior
 
@@ -110,18 +110,21 @@ class Variational(nn.Module):
         self.family, self.local, self.flipout, self.mean_mode = FAMILIES[family], local, flipout, False
         self.initial = {"rho": rho, "raw_df": df - 2 + math.log(-math.expm1(2 - df))}  # softplus inverted
         self.model = copy.deepcopy(model) if copy_model else model
-        chosen = choose(trainable(self.model), names)
-        self.layout = Layout.among(chosen)
-        assigned = assign(as_prior(prior), list(chosen), list(trainable(self.model)))
+        own = dict(self.model.named_parameters())
+        learned = {name: own[name] for name in Space.of(self.model).names}
+        chosen = choose(learned, names)
+        self.layout = Space.of(self.model, tuple(chosen))
+        assigned = assign(as_prior(prior), list(chosen), list(learned))
         self.runs, self._priors = _runs(self.layout, assigned), [assigned[name] for name in self.layout.names]
         self._open = not all(is_closed(self.family, run.prior) for run in self.runs)
         self._warn_if_infinite()
         self._slots = _slots(self.model, chosen)
         self._layers = _layers(self._slots)
         self._kept: Kept | None = None
-        like = next(iter(chosen.values()))
-        for name in self.family.raw:
-            self.register_parameter(name, nn.Parameter(like.new_empty(self.layout.size)))
+        where = next(iter(chosen.values())).device
+        for name in self.family.raw:  # float32 also for weights in half precision, whose spread would round away
+            raw = torch.empty(self.layout.size, dtype=self.layout.dtype, device=where)
+            self.register_parameter(name, nn.Parameter(raw))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -158,7 +161,7 @@ class Variational(nn.Module):
         The draw of a Student-t is part of a graph, so such an estimate can go backward once per forward pass.
         """
         noise = self._noise_of_last_draw() if self._open else None
-        if long.in_pieces(self.rho):
+        if self._in_pieces(self._locations()):
             return self._kl_in_pieces(noise)
         posterior = self.posterior()
         total = posterior.loc.new_zeros(())
@@ -191,8 +194,9 @@ class Variational(nn.Module):
     def _drawn(self) -> tuple[Mapping[str, Tensor], Forwards]:
         """All weights, drawn now."""
         noise, locs = self._draw_noise(), self._locations()
-        if noise.requires_grad or not long.in_pieces(self.rho):
-            return self.layout.views(_flat(locs.values()) + softplus(self.rho) * noise), []
+        if noise.requires_grad or not self._in_pieces(locs):
+            drawn = self.layout.views(_flat(locs.values()) + softplus(self.rho) * noise)
+            return {name: weight.to(locs[name].dtype) for name, weight in drawn.items()}, []
         view, weights = long.draw(list(locs.values()), self.rho, noise)
         self._keep(noise, {"rho": view})
         return dict(zip(locs, weights, strict=True)), []
@@ -207,7 +211,7 @@ class Variational(nn.Module):
 
     def _drawing(self, noise: Tensor | None) -> Drawing:
         locs, drawn = self._locations(), None if noise is None else self.layout.views(noise)
-        if long.in_pieces(self.rho) and len(self.family.raw) == 1:
+        if self._in_pieces(locs) and len(self.family.raw) == 1:
             tables = {name: locs[name] for module, name, _ in self._layers if layerwise.is_table(module)}
             views = long.views(self.layout, self.rho, tables)
             self._keep(noise, {"rho": views.whole_rho, **{f"model.{k}": v for k, v in views.whole_tables.items()}})
@@ -215,7 +219,12 @@ class Variational(nn.Module):
             return Drawing(self.family.of, {k: (loc, views.rho[k]) for k, loc in locs.items()}, drawn, sparse=True)
         flat = self.family.of(self.rho, *self._raws())  # to compute all scales at once
         shapes = [self.layout.views(getattr(flat, field.name)) for field in fields(flat)[1:]]
-        return Drawing(self.family, {k: (loc, *(shape[k] for shape in shapes)) for k, loc in locs.items()}, drawn)
+        given = {k: (loc, *(shape[k].to(loc.dtype) for shape in shapes)) for k, loc in locs.items()}
+        return Drawing(self.family, given, drawn and {k: z.to(locs[k].dtype) for k, z in drawn.items()})
+
+    def _in_pieces(self, locations: Params) -> bool:
+        """Whether to work in pieces, which all have the precision of the scales."""
+        return long.in_pieces(self.rho) and all(loc.dtype == self.rho.dtype for loc in locations.values())
 
     def _locations(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -293,7 +302,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _runs(layout: Layout, laws: Mapping[str, Distribution]) -> tuple[Run, ...]:
+def _runs(layout: Space, laws: Mapping[str, Distribution]) -> tuple[Run, ...]:
     """Neighbours with the same prior as one stretch: fewer and larger operations."""
     runs, start = [], 0
     for _, group in groupby(zip(layout.names, layout.sizes, strict=True), key=lambda item: laws[item[0]]):

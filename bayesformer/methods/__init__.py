@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from torch import nn
-
 from bayesformer.core.errors import unknown_name
 from bayesformer.laplace.method import Laplace
 from bayesformer.methods.combined import Combined
@@ -44,7 +42,6 @@ __all__ = [
     "Swag",
     "Vi",
     "build_method",
-    "wrap",
 ]
 
 METHODS: dict[str, type[Any]] = {
@@ -79,9 +76,3 @@ def build_method(name: str, settings: dict[str, Any] | None = None) -> Method:
         if key not in known:
             raise unknown_name(f"setting of {name}", key, known)
     return kind(**(settings or {}))
-
-
-def wrap(method: Method, model: nn.Module) -> nn.Module:
-    """The model as a method's posterior knows it: with random weights, with its dropout rates, or as it is."""
-    change = getattr(method, "wrap", None)
-    return model if change is None else change(model)

@@ -10,13 +10,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from bayesformer.core.rules import above, at_least, between, check_ranges, finite, one_of, whole, within
 from bayesformer.core.settings import LATER
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dense, vi_diag
+from bayesformer.inference.ekf_common import Scores
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
-from bayesformer.train.problem import Problem, check_ranges
+from bayesformer.train.example_scores import scores_for
+from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import earlier_law, fit_gaussian
 from bayesformer.train.training import Training
@@ -50,13 +53,13 @@ class Vi:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            kind=self.kind in {"diag", "dense"},
-            temperature=self.temperature >= 0,
-            log_sd=math.isfinite(self.log_sd),
-            samples=self.samples >= 1,
-            draws=self.draws >= 1,
-            predictive=self.predictive in WAYS,
-            warm_up=0 <= self.warm_up < 1,
+            kind=one_of(("diag", "dense")),
+            temperature=at_least(0),
+            log_sd=finite(),
+            samples=whole(1),
+            draws=whole(1),
+            predictive=one_of(WAYS),
+            warm_up=within(0, 1),
         )
         prior_of(self.prior)
 
@@ -110,16 +113,16 @@ class Ivon:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            lr=self.lr > 0,
-            prior_sd=self.prior_sd > 0,
-            temperature=self.temperature > 0,
-            h0=self.h0 > 0,
-            decay=0 < self.decay < 1,
-            clip_radius=self.clip_radius > 0,
-            draws=self.draws >= 1,
-            samples=self.samples >= 1,
-            predictive=self.predictive in WAYS,
-            warm_up=0 <= self.warm_up < 1,
+            lr=above(0),
+            prior_sd=above(0),
+            temperature=above(0),
+            h0=above(0),
+            decay=between(0, 1),
+            clip_radius=above(0),
+            draws=whole(1),
+            predictive=one_of(WAYS),
+            warm_up=within(0, 1),
+            samples=whole(1),
         )
 
     def settings(self, num_data: int, earlier: bool = False) -> tuple[float, float]:
@@ -186,13 +189,13 @@ class Swag:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            lr=self.lr > 0,
-            rank=self.rank >= 0,
-            scale=self.scale >= 0,
-            every=self.every >= 1,
-            warm_up=0 <= self.warm_up < 1,
-            draws=self.draws >= 1,
-            predictive=self.predictive in WAYS,
+            lr=above(0),
+            rank=whole(0),
+            scale=at_least(0),
+            every=whole(1),
+            warm_up=within(0, 1),
+            draws=whole(1),
+            predictive=one_of(WAYS),
         )
         prior_of(self.prior)
 
@@ -232,34 +235,41 @@ class Ekf:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            kind=self.kind in {"diag", "dense"},
-            sd=self.sd > 0,
-            transition_sd=self.transition_sd >= 0,
-            temperature=self.temperature > 0,
-            warm_up=0 <= self.warm_up < 1,
-            draws=self.draws >= 1,
-            predictive=self.predictive in WAYS,
+            kind=one_of(("diag", "dense")),
+            sd=above(0),
+            transition_sd=at_least(0),
+            temperature=above(0),
+            warm_up=within(0, 1),
+            draws=whole(1),
+            predictive=one_of(WAYS),
         )
 
     def fit(self, problem: Problem) -> Posterior:
         """Filter once through the data; an earlier posterior, if given, is the Gaussian it starts from."""
         prototype = Prototype(problem)
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
-        method, sd = self, self.sd
+        method: Ekf = self
+        sd: float | Tensor = self.sd
         if problem.prior is not None:
             method, sd = replace(self, warm_up=0.0), earlier_law(prototype).sd
             if self.subset != "*":
                 raise ValueError(f"ekf.subset must be '*' with an earlier posterior as the prior; got {self.subset!r}.")
-        training = replace(problem.training, epochs=1, max_steps=None)
-        build = partial(self.build, sd=sd)
+        held = prototype.noisy_held  # an example by itself has no averages of a batch
         return fit_gaussian(
-            method, prototype, build, module.law, prior=None, prior_in_objective=False, training=training
+            method,
+            prototype,
+            partial(self.build, sd=sd, each=scores_for(prototype, held)),
+            module.law,
+            prior=None,
+            prior_in_objective=False,
+            training=replace(problem.training, epochs=1, max_steps=None),
+            held=held,
         )
 
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor
+        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor, each: Scores
     ) -> Transform:
         """The filter, diagonal or dense."""
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
         lr = None if self.temperature == 1 else training.batch_size / self.temperature
-        return module.build(log_joint, lr, self.transition_sd, sd=sd)
+        return module.build(log_joint, lr, self.transition_sd, sd=sd, each=each)

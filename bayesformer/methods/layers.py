@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from bayesformer.core.rules import above, at_least, between, check_ranges, one_of, whole, within
 from bayesformer.core.settings import LATER
 from bayesformer.laws import Samples, buffers_of, gaussian
 from bayesformer.layers import Variational
@@ -17,7 +18,7 @@ from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.objective import Constant
-from bayesformer.train.problem import Problem, check_ranges
+from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import posterior_of, refuse_earlier
 
@@ -50,13 +51,7 @@ class MeanField:
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            temperature=self.temperature >= 0,
-            draws=self.draws >= 1,
-            samples=self.samples >= 1,
-            predictive=self.predictive in WAYS,
-        )
+        check_ranges(self, temperature=at_least(0), draws=whole(1), samples=whole(1), predictive=one_of(WAYS))
         prior_of(self.prior)
         if self.predictive != "sampled" and self.family != "gaussian":
             raise ValueError(
@@ -122,13 +117,13 @@ class ConcreteDropout:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            low=0 < self.low < 1,
-            high=self.low <= self.high < 1,
-            relaxation=self.relaxation > 0,
-            lengthscale=self.lengthscale >= 0,
-            temperature=self.temperature >= 0,
-            draws=self.draws >= 1,
-            samples=self.samples >= 1,
+            low=between(0, 1),
+            high=within(self.low, 1),
+            relaxation=above(0),
+            lengthscale=at_least(0),
+            temperature=at_least(0),
+            draws=whole(1),
+            samples=whole(1),
         )
 
     @property

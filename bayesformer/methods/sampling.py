@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
+from bayesformer.core.rules import above, at_least, check_ranges, whole, within
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.schedules import Schedule
@@ -13,7 +13,7 @@ from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.collect import Collect
 from bayesformer.train.members import Stage, facts_of, fit_stage
-from bayesformer.train.problem import Problem, check_ranges
+from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import (
     MODE_SHARE,
@@ -55,13 +55,13 @@ class Chains(ABC):
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            chains=self.chains >= 1,
-            draws=self.draws >= 1,
-            lr=self.lr > 0 and math.isfinite(self.lr),
-            temperature=self.temperature >= 0,
-            warm_up=0 <= self.warm_up < 1,
-            burn_in=0 <= self.burn_in < 1,
-            cycles=self.cycles >= 0,
+            chains=whole(1),
+            draws=whole(1),
+            lr=above(0, finite=True),
+            temperature=at_least(0),
+            warm_up=within(0, 1),
+            burn_in=within(0, 1),
+            cycles=whole(0),
         )
         prior_of(self.prior)
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import build_family
+from bayesformer.core.rules import above, at_least, check_ranges, one_of, whole
 from bayesformer.core.settings import LATER
 from bayesformer.laws import Samples
 from bayesformer.layers.preparation import STEPS, Preparation
 from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import Stage, facts_of, fit_stage
-from bayesformer.train.problem import Problem, check_ranges
+from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import posterior_of, refuse_earlier, vector_prior
 
@@ -68,11 +69,11 @@ class Attention:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            temperature=self.temperature >= 0,
-            rho=self.rho > 0,
-            annealing=self.annealing in {"none", "linear", "sigmoid"},
-            draws=self.draws >= 0,
-            samples=self.samples >= 1,
+            temperature=at_least(0),
+            rho=above(0),
+            annealing=one_of(("none", "linear", "sigmoid")),
+            draws=whole(0),
+            samples=whole(1),
         )
         build_family(self.family, **self._settings)
         if self.weight_prior is not None:

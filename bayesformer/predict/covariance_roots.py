@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayesformer.jacobians.sites import ElementSite, EmbeddingSite, LinearSite, Site
 from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
-from bayesformer.network import Layout
+from bayesformer.model.space import Space
 
 SHORT = 256  # numbers of a vector that is handled together with others
 CACHE = 2**19  # numbers handled at once: a Jacobian and what it is computed from should not leave the cache
@@ -135,7 +135,7 @@ def site_roots(site: Site, slopes: Tensor, block: Block, joint: bool = False) ->
     return row_roots(site, slopes, block, joint)
 
 
-class Piece(NamedTuple):
+class PlacedBlock(NamedTuple):
     """A block and where its weights lie."""
 
     block: Block
@@ -145,23 +145,22 @@ class Piece(NamedTuple):
     whole: bool  # these parameters and nothing else, in their own order
 
 
-class Spread:
+class CovarianceRoots:
     """The blocks of a Gaussian over weights, ready to meet the sites of a forward pass."""
 
-    def __init__(self, layout: Layout, weights: Law) -> None:
-        if not isinstance(weights, GaussianLaw):
+    def __init__(self, space: Space, law: Law) -> None:
+        if not isinstance(law, GaussianLaw):
             raise ValueError(
-                f"weights must follow a Gaussian to be linearised; got {type(weights).__name__}. "
-                "Use predictive='sampled'."
+                f"weights must follow a Gaussian to be linearised; got {type(law).__name__}. Use predictive='sampled'."
             )
-        self.layout, self.places = layout, _places(layout)
-        self.pieces: list[Piece] = []
+        self.space, self.places = space, space.slices
+        self.blocks: list[PlacedBlock] = []
         self.factor: dict[str, Tensor] = {}
-        for place, block in zip(weights.places, weights.blocks, strict=True):
+        for place, block in zip(law.places, law.blocks, strict=True):
             if isinstance(place, slice) and isinstance(block, Diagonal | Deviations):
                 self._by_parameter(place, block)
             else:
-                self.pieces.append(self._piece(place, block))
+                self.blocks.append(self._placed(place, block))
 
     def _by_parameter(self, place: slice, block: Diagonal | Deviations) -> None:
         """Variances in one stretch of θ, parameter by parameter; what deviations add is kept beside them."""
@@ -173,7 +172,7 @@ class Spread:
                 continue
             inner = slice(start - place.start, stop - place.start)
             if bool(variance[inner].any()):
-                self.pieces.append(self._piece(slice(start, stop), Diagonal(variance[inner])))
+                self.blocks.append(self._placed(slice(start, stop), Diagonal(variance[inner])))
             if isinstance(block, Deviations) and bool(block.factor[:, inner].any()):
                 rows = block.factor.new_zeros(len(block.factor), whole.stop - whole.start)
                 rows[:, start - whole.start : stop - whole.start] = block.factor[:, inner]
@@ -184,37 +183,37 @@ class Spread:
         if places != block.size:
             raise ValueError(f"places must be as many as a block has weights, {block.size}; got {places}.")
 
-    def _piece(self, place: slice | Tensor, block: Block) -> Piece:
-        size = self.layout.size
+    def _placed(self, place: slice | Tensor, block: Block) -> PlacedBlock:
+        size = self.space.size
         where = range(*place.indices(size)) if isinstance(place, slice) else torch.arange(size)[place.cpu()]
         self._check_size(len(where), block)
         return self._stretch(where, block) if isinstance(where, range) else self._scattered(where, block)
 
-    def _stretch(self, where: range, block: Block) -> Piece:
+    def _stretch(self, where: range, block: Block) -> PlacedBlock:
         """Neighbours: nothing as long as the vector of weights is made, which may be a vocabulary's."""
         names = tuple(n for n, s in self.places.items() if s.start < where.stop and where.start < s.stop)
         first, last = self.places[names[0]].start, self.places[names[-1]].stop
         whole = (where.start, where.stop) == (first, last)
         columns = slice(where.start - first, where.stop - first)
-        return Piece(block, names, columns, slice(where.start, where.stop), whole)
+        return PlacedBlock(block, names, columns, slice(where.start, where.stop), whole)
 
-    def _scattered(self, where: Tensor, block: Block) -> Piece:
+    def _scattered(self, where: Tensor, block: Block) -> PlacedBlock:
         names = tuple(n for n, s in self.places.items() if bool(((where >= s.start) & (where < s.stop)).any()))
         columns = torch.cat([torch.arange(self.places[n].start, self.places[n].stop) for n in names])
-        position = torch.zeros(self.layout.size, dtype=torch.int64)
+        position = torch.zeros(self.space.size, dtype=torch.int64)
         position[columns] = torch.arange(len(columns))
         start = int(where[0])
         stretch = torch.equal(where, torch.arange(start, start + len(where)))
         whole = torch.equal(where, columns)
-        return Piece(block, names, position[where], slice(start, start + len(where)) if stretch else None, whole)
+        return PlacedBlock(block, names, position[where], slice(start, start + len(where)) if stretch else None, whole)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters that have any spread."""
-        found = {name for piece in self.pieces for name in piece.names} | set(self.factor)
+        found = {name for piece in self.blocks for name in piece.names} | set(self.factor)
         return tuple(name for name in self.places if name in found)
 
-    def roots(self, sites: Sequence[Site], slopes: Sequence[Tensor], joint: bool = False) -> Roots:
+    def __call__(self, sites: Sequence[Site], slopes: Sequence[Tensor], joint: bool = False) -> Roots:
         """Roots of all pieces one after another; `slopes` from backpropagation.
 
         With `joint` all examples come at once, and their roots are those of one covariance over all of them.
@@ -223,7 +222,7 @@ class Spread:
         for site, slope in zip(sites, slopes, strict=True):
             uses[site.name].append((site, slope))
         short: list[tuple[SIMPLE, Tensor]] = []
-        for piece in self.pieces:
+        for piece in self.blocks:
             used = [use for name in piece.names for use in uses[name]]
             if not used:
                 continue  # a parameter that this pass did not use has a Jacobian of 0
@@ -242,7 +241,7 @@ class Spread:
     def _factor_roots(self, uses: Uses, joint: bool) -> Roots:
         used = [use for name in self.factor for use in uses[name]]
         if used:
-            for some in _few(used[0][1], self.layout.size, joint):
+            for some in _few(used[0][1], self.space.size, joint):
                 parts = [self._rows(name, uses[name], used[0][1], some) @ f for name, f in self.factor.items()]
                 yield some, sum(parts[1:], parts[0])
 
@@ -256,7 +255,8 @@ class Spread:
         if not uses:
             place, few = self.places[name], like[0, some]
             return like.new_zeros(len(few), len(like), place.stop - place.start)
-        rows = [site.per_example(slope, some).flatten(2) for site, slope in uses]
+        found = [site.per_example(slope, some) for site, slope in uses]
+        rows = [x.reshape(*x.shape[:2], -1) for x in found]
         return sum(rows[1:], rows[0]).transpose(0, 1)
 
 
@@ -275,10 +275,3 @@ def gram(root: Tensor, width: int) -> Tensor:
     """(b, S, K, K): W Wᵀ among the K = `width` outputs of each position, from (b, S · K, q)."""
     grouped = root.reshape(-1, width, root.shape[-1])
     return (grouped @ grouped.mT).view(len(root), -1, width, width)
-
-
-def _places(layout: Layout) -> dict[str, slice]:
-    starts = [0]
-    for size in layout.sizes:
-        starts.append(starts[-1] + size)
-    return {name: slice(a, b) for name, a, b in zip(layout.names, starts, starts[1:], strict=False)}

@@ -29,7 +29,7 @@ SQUARE = 512  # outputs up to which K by K matrices are formed where they are ne
 
 
 @dataclass
-class Parts:
+class HeadCovariance:
     """A covariance over K outputs under construction: diagonal + Σ added addedᵀ - Σ removed removedᵀ."""
 
     diagonal: Tensor  # (..., K)
@@ -38,17 +38,30 @@ class Parts:
     removed: list[Tensor] = field(default_factory=list)
 
     def outputs(self, mean: Tensor) -> GaussianOutputs:
-        """The Gaussian. Beyond `SQUARE` outputs what is removed keeps its diagonal only: variances stay exact."""
-        if mean.shape[-1] <= SQUARE and self.removed:
-            taken = torch.cat(self.removed, -1)
-            whole = torch.diag_embed(self.diagonal) - taken @ taken.mT
-            for root in self.added:
-                whole = whole + root @ root.mT
-            return GaussianOutputs.of(mean, whole)
+        """The Gaussian, with a factor of at most K columns up to `SQUARE` outputs.
+
+        Beyond, what is removed keeps its diagonal only: variances stay exact.
+        """
+        outputs = mean.shape[-1]
+        if outputs <= SQUARE and (self.removed or sum(root.shape[-1] for root in self.added) > outputs):
+            return self._square(mean)
         kept = self.diagonal
         for root in self.removed:
             kept = (kept - root.square().sum(-1)).clamp_min(0)  # below 0 only by rounding
         return GaussianOutputs(mean, kept, self._factor())
+
+    def _square(self, mean: Tensor) -> GaussianOutputs:
+        """By the K by K covariance: the factor of every input is then no larger than that, however many blocks."""
+        whole = torch.diag_embed(self.diagonal)
+        for root in self.added:
+            whole = whole + root @ root.mT
+        if self.removed:
+            taken = torch.cat(self.removed, -1)
+            return GaussianOutputs.of(mean, whole - taken @ taken.mT)
+        factor, failed = torch.linalg.cholesky_ex(whole)
+        if failed.any():  # singular: the slower root
+            return GaussianOutputs.of(mean, whole)
+        return GaussianOutputs(mean, torch.zeros_like(mean), factor)
 
     def _factor(self) -> Tensor | None:
         if len(self.added) < 2:
@@ -56,7 +69,7 @@ class Parts:
         return torch.cat(self.added, -1)
 
 
-def add_block(parts: Parts, block: Block, features: Sequence[Tensor]) -> None:
+def add_block(parts: HeadCovariance, block: Block, features: Sequence[Tensor]) -> None:
     """Add what a block says of the outputs: over one W (K, D) row by row, or several after each other.
 
     `features` are the (..., D) of each.
@@ -94,7 +107,7 @@ def contract(columns: Tensor, features: Sequence[Tensor], outputs: int) -> Tenso
     return sum(found[1:], found[0])
 
 
-def _add_kronecker(parts: Parts, block: Kronecker, features: Tensor) -> None:
+def _add_kronecker(parts: HeadCovariance, block: Kronecker, features: Tensor) -> None:
     rotated = features if block.in_vectors is None else features @ block.in_vectors
     inverse = block.precisions.reciprocal()
     spread = rotated.square() @ inverse.mT  # (..., k)
@@ -132,7 +145,7 @@ def features_of(outputs: Tensor, sites: Sequence[Site]) -> dict[str, Tensor]:
         if isinstance(site, LinearSite) and not site.turned:
             found[site.name] = site.inputs.reshape(*outputs.shape[:-1], -1)
         elif isinstance(site, ElementSite) and site.inputs is None and site.part.shape == outputs.shape[-1:]:
-            found[site.name] = torch.full_like(outputs[..., :1].detach(), site.sign)
+            found[site.name] = torch.full_like(outputs[..., :1].detach(), site.sign, dtype=site.output.dtype)
     return found
 
 

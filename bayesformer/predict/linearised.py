@@ -2,16 +2,21 @@
 
 With θ ~ N(θ*, Σ) the outputs are Gaussian with mean f(x; θ*) and covariance J Σ Jᵀ. J is never formed: backward
 passes give the slopes at every layer, and each layer's share of the covariance follows from them, its inputs and its
-block of Σ. What the last layer adds has a closed form; where it alone is random there is no backward pass.
+block of Σ. There are four ways to it, and one batch takes the first that fits:
 
-Where outputs are many (a vocabulary), everything below the last layer W (K, D) acts through its D features: there is
-one backward pass per feature instead of one per output, none of them through W, and with W = Q R a factor Q (...) over
-outputs. Nothing is K by K.
+    no weight has spread                             a forward pass; the covariance is 0
+    only the last layer has spread                   a forward pass; closed form from its features (`head`)
+    more outputs than features enter the last layer  a backward pass per feature; the rest through the last layer
+    otherwise                                        a backward pass per output
+
+In the third, everything below the last layer W (K, D) acts through its D features: none of the backward passes goes
+through W, and with W = Q R the covariance has a factor Q (...) over outputs. Nothing is K by K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +26,23 @@ from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
+from bayesformer.jacobians.sites import slope_numbers
 from bayesformer.laws import Kronecker, Law
-from bayesformer.network import Layout, apply
-from bayesformer.predict.covariance_roots import Spread, gram
-from bayesformer.predict.head import Parts, add_block, features_of
+from bayesformer.model.calling import apply
+from bayesformer.model.space import Space
+from bayesformer.predict.covariance_roots import CovarianceRoots, gram
+from bayesformer.predict.head import HeadCovariance, add_block, features_of
+from bayesformer.predict.joining import join_outputs
 
 COLUMNS = 32  # outputs differentiated in one batched backward pass: more leave the cache
 WIDEST = 2048  # outputs per position up to which their covariance is formed
 ROOTS = 2**27  # numbers of Jacobian roots kept while all columns of a basis are collected
 FACTOR = 2**27  # numbers in a factor over outputs, 512 MiB in float32; beyond, its rank is cut
+SLOPES = 2**27  # numbers of slopes at all layers that one backward pass may give, 512 MiB in float32
+UNKNOWN = 4096  # examples that a stream of unknown length is taken to have
 
 
-class Final(NamedTuple):
+class FinalLayer(NamedTuple):
     """The linear layer that gives the outputs, with more of them than features: W = Q R."""
 
     module: nn.Linear
@@ -41,200 +51,279 @@ class Final(NamedTuple):
     inner: Tensor  # (D, D), R
 
 
-class Linearised:
-    """A model in eval mode that holds the mean of a Gaussian over its weights; call it on inputs."""
+@dataclass
+class Found:
+    """What the first batches have shown of a model; it belongs to one `Linearised`, hence to one thread."""
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Law) -> None:
-        self.spread = Spread(layout, weights)
-        self.model, self.capture = model, Capture(model, self.spread.names)
-        self._final: Final | None = None
-        self._looked = False  # for it
-        self._last: nn.Linear | None = None  # known to be all that is random
+    last: nn.Linear | None = None
+    """the layer that gives the outputs, where it alone has spread"""
+    searched: bool = False
+    """whether the final layer was looked for"""
+    final: FinalLayer | None = None
+    """it, where it has more outputs than features"""
+
+
+class BatchSites(NamedTuple):
+    """A batch after its forward pass."""
+
+    outputs: Tensor  # (B, ..., K), with their graph
+    mean: Tensor  # the same without it, in the precision of the weights' vector
+    sites: list[Site]
+    features: Tensor | None  # (B, ..., D), what entered the final layer, where that is known to have given the outputs
+
+
+class Linearised:
+    """A module in eval mode that holds the mean of a Gaussian over its weights. One thread may use it at a time."""
+
+    def __init__(self, module: nn.Module, space: Space, law: Law) -> None:
+        self.roots = CovarianceRoots(space, law)
+        self.module, self.space = module, space
+        self.capture = Capture(module, space.select(self.roots.names)) if self.roots.names else None
+        self.found = Found()
+        self.at_once: int | None = None  # examples whose slopes fit in memory; None before the first batch
+
+    def over(self, batches: Iterable[Inputs], num_data: int | None = None) -> GaussianOutputs:
+        """Mean and covariance of the outputs of every example, position by position; batches are read one by one.
+
+        `num_data` is the number of all examples, where it is known: beside the result, of that length, only what one
+        batch takes is in memory.
+        """
+        return join_outputs((part for batch in batches for part in self._pieces(batch, num_data or UNKNOWN)), num_data)
 
     def __call__(self, inputs: Inputs, batch_size: int = 64) -> GaussianOutputs:
-        """Mean and covariance of the outputs of every example, position by position."""
-        examples = len(first_tensor(inputs))
-        if not self.spread.names:
-            return _joined([self._certain(chunk) for chunk in _chunks(inputs, batch_size)])
-        return _joined([self._batch(chunk, examples) for chunk in _chunks(inputs, batch_size)])
+        """The same for inputs held as tensors."""
+        return self.over(_chunks(inputs, batch_size), len(first_tensor(inputs)))
 
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Mean (B, ..., K), and the covariance of all outputs of all examples together, flattened."""
-        if not self.spread.names:
-            mean = self._certain(inputs).mean
+        if self.capture is None:
+            mean = self._without_spread(inputs).mean
             return mean, mean.new_zeros(mean.numel(), mean.numel())
         outputs, sites = self.capture(inputs)
-        covariance = outputs.new_zeros(outputs.numel(), outputs.numel())
+        mean = outputs.detach().to(self.space.dtype)
+        covariance = mean.new_zeros(mean.numel(), mean.numel())
         slopes = backpropagate(sites, outputs, one_hot(outputs, 0, outputs[0].numel()))
-        for _, root in self.spread.roots(sites, slopes, joint=True):
+        for _, root in self.roots(sites, slopes, joint=True):
             flat = root.detach().flatten(0, 1)
             covariance += flat @ flat.mT
-        return outputs.detach(), covariance
+        return mean, covariance
 
-    def _certain(self, inputs: Inputs) -> GaussianOutputs:
-        """Weights without any spread: a point."""
-        with torch.no_grad():
-            mean = apply(self.model, inputs)
-        return GaussianOutputs(mean, torch.zeros_like(mean))
+    # One batch.
 
-    def _batch(self, inputs: Inputs, examples: int) -> GaussianOutputs:
-        if self._last is not None and (found := self._plainly(inputs, self._last, examples)) is not None:
-            return found
-        outputs, sites, features = self._captured(inputs)
-        mean, head = outputs.detach(), self._head(features_of(outputs, sites))
-        rank = max(1, FACTOR // (examples * mean[0].numel()))
-        if len(head) == len(self.spread.pieces) and not self.spread.factor:
-            self._last = self._module_of(self.spread.names)
-            return self._closed(mean, head, rank).outputs(mean)
+    def _pieces(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
+        """A batch in as many pieces as its slopes need to fit in memory; `examples` is how many there are in all."""
+        if self.capture is None:
+            yield self._without_spread(inputs)
+            return
+        if (found := self._last_layer_only(inputs, examples)) is not None:
+            yield found
+            return
+        for piece in _chunks(inputs, self._at_once(inputs)):
+            yield from self._backward(piece, examples)
+
+    def _at_once(self, inputs: Inputs) -> int:
+        """Examples whose slopes at all layers fit in memory, for the columns of one backward pass."""
+        assert self.capture is not None
+        if self.at_once is None:
+            outputs, sites = self.capture.probe(inputs)
+            columns = min(COLUMNS, outputs[0].numel())
+            self.at_once = max(1, SLOPES * len(outputs) // max(1, columns * slope_numbers(sites)))
+        return self.at_once
+
+    def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
+        """By backward passes from the features of the last layer, or from the outputs."""
+        batch = self._captured(inputs)
+        head, mean = self._head(features_of(batch.outputs, batch.sites)), batch.mean
+        rank = _rank(mean, examples)
+        if len(head) == len(self.roots.blocks) and not self.roots.factor:
+            self.found.last = self._module_of(self.roots.names)
+            yield self._closed_form(mean, head, rank).outputs(mean)
+            return
         width = 1 if mean.dim() == 1 else mean.shape[-1]
-        if width > COLUMNS and not self._looked:
-            self._look_for_final(inputs)
-            return self._batch(inputs, examples)  # this time with its features
-        if self._final is not None and features is not None and self._is_below(self._final, head):
-            below = sum(piece.block.size for number, piece in enumerate(self.spread.pieces) if number not in head)
-            few = max(1, ROOTS // (self._final.basis.shape[1] * below))
-            if len(mean) > few:
-                return _joined([self._batch(chunk, examples) for chunk in _chunks(inputs, few)])
-            return self._wide(mean, features, sites, head, self._final, rank)
-        if width > WIDEST:
+        if width > COLUMNS and not self.found.searched:
+            self._search_final(inputs)
+            yield from self._backward(inputs, examples)  # this time with its features
+        elif (final := self.found.final) is not None and batch.features is not None and self._acts_below(final, head):
+            yield from self._from_features(inputs, batch, head, final, examples)
+        elif width > WIDEST:
             raise ValueError(
                 f"outputs must be at most {WIDEST} per position, unless the model ends in a linear layer that is "
                 f"narrower and not tied to another; got {width}. Use predictive='sampled'."
             )
-        return _gaussian(mean, self._covariance(outputs, sites, width))
+        else:
+            yield _gaussian(mean, self._covariance(batch, width))
 
-    def _captured(self, inputs: Inputs) -> tuple[Tensor, list[Site], Tensor | None]:
-        """Outputs, sites, and the features (B, ..., D) that enter the final layer, if there is one that gave them."""
-        if self._final is None:
-            return *self.capture(inputs), None
+    def _without_spread(self, inputs: Inputs) -> GaussianOutputs:
+        """The outputs at the mean of the weights, with covariance 0."""
+        with torch.no_grad():
+            mean = apply(self.module, inputs).to(self.space.dtype)
+        return GaussianOutputs(mean, torch.zeros_like(mean))
+
+    def _captured(self, inputs: Inputs) -> BatchSites:
+        assert self.capture is not None
+        if self.found.final is None:
+            outputs, sites = self.capture(inputs)
+            return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, None)
         seen: list[tuple[Tensor, Tensor]] = []
-        hook = self._final.module.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
+        hook = self.found.final.module.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
         try:
             outputs, sites = self.capture(inputs)
         finally:
             hook.remove()
-        features, out = seen[-1]  # the first call may have looked at a few examples before
-        return outputs, sites, features if out is outputs and features.requires_grad else None
+        features, out = seen[-1] if seen else (None, None)
+        known = features is not None and out is outputs and features.requires_grad
+        return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, features if known else None)
 
-    def _look_for_final(self, inputs: Inputs) -> None:
-        self._looked = True
-        last = last_linear(self.model, map_inputs(inputs, lambda x: x[:1]))
-        if last is not None and last.in_features < last.out_features:
-            own = {id(p) for p in last.parameters()}
-            names = frozenset(name for name, p in self.model.named_parameters() if id(p) in own)
-            self._final = Final(last, names, *torch.linalg.qr(last.weight.detach()))
+    # Only the last layer has spread.
 
-    def _is_below(self, final: Final, head: dict[int, list[Tensor]]) -> bool:
-        """Whether all that is random acts through the features, but for what the head has in closed form.
-
-        A weight of the last layer that is also an embedding does not: it moves outputs that no feature can move.
-        """
-        rest = [piece.names for number, piece in enumerate(self.spread.pieces) if number not in head]
-        return final.names.isdisjoint(self.spread.factor) and all(final.names.isdisjoint(names) for names in rest)
-
-    def _covariance(self, outputs: Tensor, sites: list[Site], width: int) -> Tensor:
-        """(B, S, K, K) for S positions with K outputs each."""
-        positions = outputs[0].numel() // width
-        covariance = outputs.new_zeros(len(outputs), positions, width, width)
-        at_once = max(1, COLUMNS // width)
-        for start in range(0, positions, at_once):
-            stop = min(start + at_once, positions)
-            slopes = backpropagate(sites, outputs, one_hot(outputs, start * width, stop * width))
-            with torch.no_grad():
-                for some, root in self.spread.roots(sites, slopes):
-                    covariance[some, start:stop].add_(gram(root, width))
-        return covariance
-
-    def _plainly(self, inputs: Inputs, last: nn.Linear, examples: int) -> GaussianOutputs | None:
-        """The last layer alone, from a plain forward pass; None should its outputs not be the model's this time."""
+    def _last_layer_only(self, inputs: Inputs, examples: int) -> GaussianOutputs | None:
+        """From a plain forward pass, once the last layer is known; None should its outputs not be the model's."""
+        last = self.found.last
+        if last is None:
+            return None
         seen: list[tuple[Tensor, Tensor]] = []
         hook = last.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
         try:
             with torch.no_grad():
-                mean = apply(self.model, inputs)
+                outputs = apply(self.module, inputs)
         finally:
             hook.remove()
-        if len(seen) != 1 or seen[0][1] is not mean:
+        if len(seen) != 1 or seen[0][1] is not outputs:
             return None
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        features = {names[id(last.weight)]: seen[0][0], names.get(id(last.bias), ""): torch.ones_like(mean[..., :1])}
-        rank = max(1, FACTOR // (examples * mean[0].numel()))
-        return self._closed(mean, self._head(features), rank).outputs(mean)
+        mean, names = outputs.to(self.space.dtype), self._names_by_identity()
+        features = {names[id(last.weight)]: seen[0][0].to(mean), names.get(id(last.bias), ""): _ones(mean)}
+        return self._closed_form(mean, self._head(features), _rank(mean, examples)).outputs(mean)
+
+    def _names_by_identity(self) -> dict[int, str]:
+        return {id(p): name for name, p in self.module.named_parameters()}
 
     def _module_of(self, names: tuple[str, ...]) -> nn.Linear | None:
-        """The linear module that has exactly these parameters among its own."""
-        for path, module in self.model.named_modules():
-            own = {f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)}
-            if type(module).forward is nn.Linear.forward and isinstance(module, nn.Linear) and set(names) <= own:
-                return module
+        """The linear module that has exactly these parameters among its own, hooks of its own left out."""
+        known = self._names_by_identity()
+        for module in self.module.modules():
+            if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+                own = {known[id(p)] for p in module.parameters(recurse=False)}
+                if set(names) <= own:
+                    return module
         return None
 
     def _head(self, features: dict[str, Tensor]) -> dict[int, list[Tensor]]:
-        """Pieces of Σ that lie in the last layer: their numbers, and the features they meet."""
+        """Blocks of Σ that lie in the last layer: their numbers, and the features they meet."""
         found = {}
-        for number, piece in enumerate(self.spread.pieces):
-            fits = len(piece.names) == 1 or not isinstance(piece.block, Kronecker)
-            if piece.whole and fits and all(name in features for name in piece.names):
-                found[number] = [features[name] for name in piece.names]
+        for number, placed in enumerate(self.roots.blocks):
+            fits = len(placed.names) == 1 or not isinstance(placed.block, Kronecker)
+            if placed.whole and fits and all(name in features for name in placed.names):
+                found[number] = [features[name] for name in placed.names]
         return found
 
-    def _closed(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> Parts:
-        parts = Parts(torch.zeros_like(mean), rank)
+    def _closed_form(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> HeadCovariance:
+        found = HeadCovariance(torch.zeros_like(mean), rank)
         for number, features in head.items():
-            add_block(parts, self.spread.pieces[number].block, features)
-        return parts
+            add_block(found, self.roots.blocks[number].block, features)
+        return found
 
-    def _wide(
-        self,
-        mean: Tensor,
-        features: Tensor,
-        sites: list[Site],
-        head: dict[int, list[Tensor]],
-        final: Final,
-        rank: int,
+    # More outputs than features enter the last layer.
+
+    def _search_final(self, inputs: Inputs) -> None:
+        self.found.searched = True
+        last = last_linear(self.module, map_inputs(inputs, lambda x: x[:1]))
+        if last is not None and last.in_features < last.out_features:
+            known = self._names_by_identity()
+            names = frozenset(known[id(p)] for p in last.parameters())
+            basis, inner = torch.linalg.qr(last.weight.detach().to(self.space.dtype))
+            self.found.final = FinalLayer(last, names, basis, inner)
+
+    def _acts_below(self, final: FinalLayer, head: dict[int, list[Tensor]]) -> bool:
+        """Whether all that is random acts through the features, but for what the head has in closed form.
+
+        A weight of the last layer that is also an embedding does not: it moves outputs that no feature can move.
+        """
+        rest = [placed.names for number, placed in enumerate(self.roots.blocks) if number not in head]
+        return final.names.isdisjoint(self.roots.factor) and all(final.names.isdisjoint(names) for names in rest)
+
+    def _from_features(
+        self, inputs: Inputs, batch: BatchSites, head: dict[int, list[Tensor]], final: FinalLayer, examples: int
+    ) -> Iterator[GaussianOutputs]:
+        """The same in pieces of so few examples that the roots of all features fit in memory."""
+        below = sum(placed.block.size for number, placed in enumerate(self.roots.blocks) if number not in head)
+        few = max(1, ROOTS // max(1, final.basis.shape[1] * below))
+        if len(batch.mean) > few:
+            for piece in _chunks(inputs, few):
+                yield from self._backward(piece, examples)
+        else:
+            yield self._through_final(batch, head, final, _rank(batch.mean, examples))
+
+    def _through_final(
+        self, batch: BatchSites, head: dict[int, list[Tensor]], final: FinalLayer, rank: int
     ) -> GaussianOutputs:
         """diagonal + factor factorᵀ: the last layer in closed form, the others through its features."""
+        mean, features = batch.mean, batch.features
+        assert features is not None
         size, positions = features.shape[-1], features[0].numel() // features.shape[-1]
-        below = [site for site in sites if site.name not in final.names]
+        below = [site for site in batch.sites if site.name not in final.names]
         inner = final.inner.new_zeros(len(mean), positions, size, size)
         for position in range(positions):
-            inner[:, position] = final.inner @ self._inner(features, below, position) @ final.inner.mT
-        parts = self._closed(mean, head, rank)
+            inner[:, position] = final.inner @ self._feature_covariance(features, below, position) @ final.inner.mT
+        found = self._closed_form(mean, head, rank)
         factor, left = _through(final.basis, inner, min(rank, size))
-        parts.diagonal = parts.diagonal + left.view(mean.shape)
-        parts.added.append(factor.view(*mean.shape, -1))
-        return parts.outputs(mean)
+        found.diagonal = found.diagonal + left.view(mean.shape)
+        found.added.append(factor.view(*mean.shape, -1))
+        return found.outputs(mean)
 
-    def _inner(self, features: Tensor, sites: list[Site], position: int) -> Tensor:
+    def _feature_covariance(self, features: Tensor, sites: list[Site], position: int) -> Tensor:
         """(B, D, D): the covariance of the features at one position."""
         roots: list[list[Tensor]] = []
         size = features.shape[-1]
         for vectors in torch.eye(size, dtype=features.dtype, device=features.device).split(COLUMNS):
             slopes = backpropagate(sites, features, at_position(features, position, vectors))
-            found = self.spread.roots(sites, slopes, joint=True)
-            roots.append([root.detach() for _, root in found])
-        total = features.new_zeros(len(features), size, size)
+            roots.append([root.detach() for _, root in self.roots(sites, slopes, joint=True)])
+        total = torch.zeros(len(features), size, size, dtype=self.space.dtype, device=features.device)
         for rows in zip(*roots, strict=True):
             root = torch.cat(rows, 1)
             total += root @ root.mT
         return total
 
+    # Otherwise.
 
-def last_linear(model: nn.Module, inputs: Inputs) -> nn.Linear | None:
+    def _covariance(self, batch: BatchSites, width: int) -> Tensor:
+        """(B, S, K, K) for S positions with K outputs each, by a backward pass per output."""
+        positions = batch.mean[0].numel() // width
+        covariance = batch.mean.new_zeros(len(batch.mean), positions, width, width)
+        at_once = max(1, COLUMNS // width)
+        for start in range(0, positions, at_once):
+            stop = min(start + at_once, positions)
+            slopes = backpropagate(batch.sites, batch.outputs, one_hot(batch.outputs, start * width, stop * width))
+            with torch.no_grad():
+                for some, root in self.roots(batch.sites, slopes):
+                    covariance[some, start:stop].add_(gram(root, width))
+        return covariance
+
+
+def last_linear(module: nn.Module, inputs: Inputs) -> nn.Linear | None:
     """The linear module whose output the model returns as it is, if there is one."""
     seen: list[tuple[nn.Linear, Any]] = []
     hooks = [
-        module.register_forward_hook(lambda own, _, out: seen.append((own, out)))
-        for module in model.modules()
-        if isinstance(module, nn.Linear)
+        own.register_forward_hook(lambda own, _, out: seen.append((own, out)))
+        for own in module.modules()
+        if isinstance(own, nn.Linear)
     ]
     try:
         with torch.no_grad():
-            outputs = apply(model, inputs)
+            outputs = apply(module, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return next((module for module, out in seen if out is outputs), None)
+    return next((own for own, out in seen if out is outputs), None)
+
+
+def _rank(mean: Tensor, examples: int) -> int:
+    """Columns of a factor over outputs for which those of all examples fit in memory."""
+    return max(1, FACTOR // (examples * mean[0].numel()))
+
+
+def _ones(mean: Tensor) -> Tensor:
+    """(B, ..., 1): the feature that a bias meets."""
+    return torch.ones_like(mean[..., :1])
 
 
 def _through(basis: Tensor, inner: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -250,19 +339,8 @@ def _through(basis: Tensor, inner: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return factor, left
 
 
-def _joined(parts: list[GaussianOutputs]) -> GaussianOutputs:
-    if len(parts) == 1:
-        return parts[0]  # and no copy of what may be large
-    factors = [part.factor for part in parts if part.factor is not None]
-    return GaussianOutputs(
-        torch.cat([part.mean for part in parts]),
-        torch.cat([part.diagonal for part in parts]),
-        torch.cat(factors) if factors else None,
-    )
-
-
 def _gaussian(mean: Tensor, covariance: Tensor) -> GaussianOutputs:
-    """From (B, S, K, K) in the shape of the outputs."""
+    """From a covariance (B, S, K, K) in the shape of the outputs."""
     width = covariance.shape[-1]
     if width == 1:
         return GaussianOutputs(mean, covariance.view(mean.shape))
@@ -279,7 +357,7 @@ def _chunks(inputs: Inputs, size: int) -> Iterator[Inputs]:
 
 
 def linearised_outputs(
-    model: nn.Module, layout: Layout, weights: Law, inputs: Inputs, batch_size: int = 64
+    module: nn.Module, space: Space, law: Law, inputs: Inputs, batch_size: int = 64
 ) -> GaussianOutputs:
-    """Mean and covariance of the outputs of every example; `model` holds the mean of the weights, in eval mode."""
-    return Linearised(model, layout, weights)(inputs, batch_size)
+    """Mean and covariance of the outputs of every example; `module` holds the mean of the weights, in eval mode."""
+    return Linearised(module, space, law)(inputs, batch_size)

@@ -54,7 +54,7 @@ class Prior:
         """() sum of log densities over all weights."""
         laws = self.assign(params)
         terms = [law.log_prob(params[name]).sum() for name, law in laws.items() if law is not None]
-        return torch.stack(terms).sum() if terms else torch.zeros(())
+        return torch.stack(terms).sum() if terms else next(iter(params.values())).new_zeros(())
 
     def sample(self, like: Params) -> Params:
         """One draw of all weights; a flat prior has none."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -29,15 +29,17 @@ from scipy import stats
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.core.storage import write_json
+from bayesformer.core.storage import read_json, write_json
 from bayesformer.core.types import GaussianOutputs, Inputs
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.datasets import digits
-from bayesformer.laws import GaussianLaw
+from bayesformer.laws import GaussianLaw, gaussian
 from bayesformer.likelihoods import Categorical, Likelihood
 from bayesformer.methods import Problem, Vi
-from bayesformer.network import FlatModel, Layout, apply
+from bayesformer.model.calling import apply
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.model.space import Space
 from bayesformer.predict.streamlined import Settings, streamlined_outputs
 from bayesformer.train.training import Training
 
@@ -65,19 +67,19 @@ SAMPLED = "50 draws"
 
 @dataclass(frozen=True)
 class Case:
-    """A posterior to predict from, and the inputs to do it on."""
+    """A posterior with its model, and the inputs to predict."""
 
     name: str
     model: nn.Module
-    layout: Layout
-    weights: GaussianLaw
+    space: Space
+    law: GaussianLaw
     inputs: Inputs  # at least COST_INPUTS
     count: int  # inputs compared with draws
 
 
 @dataclass(frozen=True)
 class Row:
-    """How one variant does in one case."""
+    """The accuracy and cost of one variant in one case."""
 
     case: str
     variant: str
@@ -94,24 +96,21 @@ class Row:
 
 def fitted(
     model: Callable[[], nn.Module], likelihood: Likelihood, data: Data, training: Training
-) -> tuple[nn.Module, Layout, GaussianLaw]:
-    """Model, layout and diagonal Gaussian of a short variational fit."""
-    posterior = Vi(warm_up=0.5, log_sd=-4.0).fit(Problem(model, likelihood, data, training=training))
-    weights = posterior.weights
-    assert isinstance(weights, GaussianLaw)
-    flat = FlatModel(posterior.model)
-    flat.load(weights.mean)
-    return flat.module.eval(), posterior.layout, weights
+) -> tuple[nn.Module, Space, GaussianLaw]:
+    """Model at the mean, its space and the diagonal Gaussian of a short variational fit."""
+    posterior = Vi(warm_up=0.5, log_sd=-4.0).fit(Problem(model, likelihood, as_batches(data), training=training))
+    law = posterior.law
+    assert isinstance(law, GaussianLaw)
+    return posterior.skeleton.plain(law.mean).eval(), posterior.space, law
 
 
-def only(case: Case, part: str) -> Case:
+def with_spread_in(case: Case, part: str) -> Case:
     """The same posterior with spread in the weights of one part alone, e.g. "mlp"."""
-    assert case.weights.sd is not None
-    sd = case.weights.sd.clone()
-    for name, values in case.layout.views(sd).items():
+    sd = case.law.sd.clone()
+    for name, values in case.space.views(sd).items():
         if not fnmatch(name, f"*.{part}.*"):
             values.zero_()
-    return replace(case, name=f"{case.name}, {part}", weights=replace(case.weights, sd=sd))
+    return replace(case, name=f"{case.name}, {part}", law=gaussian(case.law.mean, sd))
 
 
 def mlp_case() -> Case:
@@ -177,15 +176,14 @@ PARTS = {"vit": ("mlp", "attention")}
 
 def monte_carlo(case: Case, inputs: Inputs, draws: int, seed: int = 0) -> GaussianOutputs:
     """Mean and variance of the outputs over draws of the weights, without keeping any."""
-    assert case.weights.sd is not None
-    model, source = FlatModel(case.model, gradients=False), torch.Generator().manual_seed(seed)
-    model.module.eval()
+    model = Skeleton(case.model, case.space).shell(gradients=False)
+    source = torch.Generator(case.law.mean.device).manual_seed(seed)
     with torch.inference_mode():
         origin = apply(case.model, inputs).double()
         total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
-        noise = torch.empty_like(case.weights.mean)
+        noise, sd = torch.empty_like(case.law.mean), case.law.sd
         for _ in range(draws):
-            model.load(torch.addcmul(case.weights.mean, case.weights.sd, noise.normal_(generator=source)))
+            model.load(torch.addcmul(case.law.mean, sd, noise.normal_(generator=source)))
             deviation = model(inputs).double() - origin  # from one point, so that squares do not cancel
             total += deviation
             squares += deviation * deviation
@@ -204,7 +202,7 @@ def seconds_of(work: Callable[[], object], rounds: int = 20, enough: float = 1.0
 
 
 def compare(case: Case, variant: str, found: GaussianOutputs, truth: GaussianOutputs, cost: float) -> Row:
-    """One line of the table."""
+    """The row of one variant: its outputs compared with those of 10,000 draws."""
     ratio = found.variance.double() / truth.diagonal
     low, middle, high = torch.quantile(ratio.flatten(), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
     error = ((found.mean.double() - truth.mean).abs() / truth.diagonal.sqrt()).median()
@@ -234,8 +232,8 @@ def measure(case: Case, draws: int) -> list[Row]:
     unit = seconds_of(plain)
     rows = []
     for name, settings in VARIANTS.items():
-        found = streamlined_outputs(case.model, case.layout, case.weights, inputs, settings)
-        work = partial(streamlined_outputs, case.model, case.layout, case.weights, many, settings)
+        found = streamlined_outputs(case.model, case.space, case.law, [inputs], settings)
+        work = partial(streamlined_outputs, case.model, case.space, case.law, [many], settings)
         rows.append(compare(case, name, found, truth, seconds_of(work) / unit))
     sampled = monte_carlo(case, inputs, 50, seed=1)
     cost = seconds_of(partial(monte_carlo, case, many, 50, seed=1)) / unit
@@ -247,7 +245,7 @@ def measure(case: Case, draws: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown."""
+    """All rows as a table in Markdown."""
     lines = ["| case | rule | mean error | ratio [10 %, 90 %] | rank | cost |", "|---|---|---|---|---|---|"]
     lines += [
         f"| {r.case} | {r.variant} | {r.mean_error:.2f} | {r.ratio:.2f} [{r.ratio_low:.2f}, {r.ratio_high:.2f}] "
@@ -258,35 +256,45 @@ def table(rows: list[Row]) -> str:
 
 
 def facts(case: Case, draws: int) -> Mapping[str, Any]:
-    """What the numbers of a case rest on."""
-    assert case.weights.sd is not None
-    spread = case.weights.sd[case.weights.sd > 0]
+    """The sizes and settings of a case, stored beside its rows."""
+    spread = case.law.sd[case.law.sd > 0]
     return {
         "case": case.name,
         "draws": draws,
         "inputs": case.count,
         "input_shape": list(first_tensor(case.inputs).shape[1:]),
-        "weights": case.layout.size,
+        "weights": case.space.size,
         "uncertain": len(spread),
         "median_sd": round(float(spread.median()), 5),
         "torch": torch.__version__,
     }
 
 
+def stored_rows(folder: Path, cases: Sequence[str]) -> list[Row]:
+    """The rows of stored measurements, each case followed by its parts; what was not measured is left out."""
+    names = [name for case in cases for name in (case, *(f"{case}_{part}" for part in PARTS.get(case, ())))]
+    paths = [folder / f"{name}.json" for name in names]
+    return [Row(**row) for path in paths if path.exists() for row in read_json(path, "measurement")["rows"]]
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measure all cases, write one JSON file each, print the table."""
+    """Measure all cases, write one JSON file each, and print the table; or print the table of what is stored."""
     parser = argparse.ArgumentParser(prog="python -m bayesformer.study.accuracy", description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"some of {', '.join(CASES)}; all by default")
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--output", type=Path, default=Path("results/accuracy"))
+    parser.add_argument("--stored", action="store_true", help="measure nothing, print what the folder holds")
     given = parser.parse_args(arguments)
     if unknown := set(given.cases) - set(CASES):
         parser.error(f"cases must be among {', '.join(CASES)}; got {', '.join(sorted(unknown))}")
+    if given.stored:
+        print(table(stored_rows(given.output, given.cases)))
+        return
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name in given.cases:
         whole = CASES[name]()
-        for case in [whole, *(only(whole, part) for part in PARTS.get(name, ()))]:
+        for case in [whole, *(with_spread_in(whole, part) for part in PARTS.get(name, ()))]:
             found = measure(case, given.draws)
             rows += found
             content = {**facts(case, given.draws), "rows": [asdict(row) for row in found]}

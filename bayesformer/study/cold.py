@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from bayesformer.bench.planning import Cell, plan
+from bayesformer.bench.report.axis import Scale, without_outliers
 from bayesformer.bench.report.plot import Plot
-from bayesformer.bench.report.scale import Scale, without_outliers
 from bayesformer.bench.report.standalone import Key, write_figure
-from bayesformer.bench.runner import Cell, plan
 from bayesformer.bench.statistics import summarise
 
 TEMPERATURES = (1.0, 0.3, 0.1, 0.01, 0.001)
@@ -58,7 +58,7 @@ def _methods(hot: list[float], warm_up: float) -> list[str | dict[str, Any]]:
 
 
 def line_of(result: dict[str, Any]) -> str:
-    """Which line of the figure a result belongs to."""
+    """The name of the line of the figure that a result belongs to, a key of `METHODS` or "mle"."""
     if result["method"] != "sghmc":
         return result["method"]
     return "parallel" if result["settings"]["method"]["chains"] > 1 else "serial"

@@ -21,7 +21,7 @@ TERMS = [(k, j) for k in range(3, DEGREE + 1) for j in range(k % 2, k + 1, 2)]
 
 
 def coefficients() -> dict[tuple[int, int], float]:
-    """From (k, j) to what multiplies c^k x^j."""
+    """The fitted coefficient of c^k x^j for every (k, j) of `TERMS`."""
     shapes = LEAST + numpy.concatenate([[0.0], numpy.geomspace(1e-2, 3e3, 50)])
     x, s = numpy.meshgrid(numpy.linspace(-4.6, 5, 241), shapes)
     d, h = s - 1 / 3, 1e-4 * s
@@ -45,7 +45,7 @@ def _quantile(s: Numbers, x: Numbers) -> Numbers:
 
 
 def main() -> None:
-    """A line per power of c: what multiplies the powers of x, upwards."""
+    """Print a line per power of c: the coefficients of the powers of x, lowest first."""
     found = coefficients()
     for power in range(3, DEGREE + 1):
         print(f"c^{power}:", ", ".join(f"{found[k, j]:.6f} x^{j}" for k, j in TERMS if k == power))

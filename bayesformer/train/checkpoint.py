@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.errors import DamagedFileError
-from bayesformer.core.storage import read_facts, read_tensors, write_tensors
+from bayesformer.core.storage import read_checked, read_json, write_json, write_tensors
+from bayesformer.core.strategy import Chosen, Strategy
 from bayesformer.core.types import Params
 from bayesformer.version import __version__
 
 if TYPE_CHECKING:
-    from bayesformer.train.loop import Job, Run
+    from bayesformer.train.loop import Job, TrainingRun
 
 
 class Saver:
     """Writes the state of a run to a file from time to time, and reads it back."""
 
-    def __init__(self, job: Job, run: Run, path: Path | None, every_seconds: float) -> None:
+    def __init__(self, job: Job, run: TrainingRun, path: Path | None, every_seconds: float) -> None:
         self.job, self.run, self.path, self.every_seconds = job, run, path, every_seconds
         self.identity = "" if path is None else job_identity(job)
         self.saved = time.monotonic()
@@ -43,6 +44,39 @@ class Saver:
         """Continue where the file stands, if there is one."""
         if self.path is not None and self.path.exists():
             _read(self.run, self.job, self.path, self.identity)
+
+
+def honoured_strategy(folder: Path | None, label: str, wanted: Strategy) -> tuple[Strategy, str | None]:
+    """The strategy for a stage whose checkpoints are in a folder, and why "auto" must not batch, if it must not.
+
+    Members that were begun in lockstep go on in lockstep, those begun alone go on alone, in a loop or in processes,
+    which are equal bit for bit: a resumed run is the run that was begun.
+    """
+    path = None if folder is None else _strategy_file(folder, label)
+    if path is None or not path.exists():
+        return wanted, None
+    made = read_json(path, "checkpoint").get("strategy")
+    if made not in ("looped", "batched"):
+        raise DamagedFileError(f"checkpoint {path} must name a strategy; got {made!r}. Delete it to begin again.")
+    if wanted == "auto":
+        return ("batched", None) if made == "batched" else ("auto", "the checkpoint was made looped")
+    if (wanted == "batched") != (made == "batched"):
+        raise ValueError(
+            f"strategy must be 'auto' or {made!r} to go on with the checkpoint in {folder}, which was made "
+            f"{made}; got {wanted!r}. Or choose another checkpoint folder."
+        )
+    return wanted, None
+
+
+def record_strategy(folder: Path | None, label: str, chosen: Chosen) -> None:
+    """Note in the folder of checkpoints how the members of a stage run."""
+    if folder is not None:
+        made = "batched" if chosen == "batched" else "looped"  # processes are the loop, elsewhere
+        write_json(_strategy_file(folder, label), {"strategy": made})
+
+
+def _strategy_file(folder: Path, label: str) -> Path:
+    return Path(folder) / f"{label}.strategy.json"
 
 
 def job_identity(job: Job) -> str:
@@ -66,9 +100,9 @@ def job_identity(job: Job) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write(run: Run, job: Job, path: Path, identity: str) -> None:
+def _write(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     tensors = {f"state.{k}": v for k, v in pack_state(run.state).items()}
-    tensors |= {"best.score": run.best_score, "best.epoch": run.best_epoch, "stopped": run.stopped}
+    tensors |= {"best.score": run.best_score, "best.epoch": run.best_epoch, "stopped": run.stopped, "stale": run.stale}
     if run.best_theta is not None:
         tensors["best.theta"] = run.best_theta
     if run.values:
@@ -81,14 +115,14 @@ def _write(run: Run, job: Job, path: Path, identity: str) -> None:
     tensors |= {f"noise.{i}": generator.get_state() for i, generator in enumerate(run.generators)}
     # safetensors refuses tensors that share memory, as buffers of tied modules may
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    facts = {"identity": identity, "history": run.history, "seconds": run.seconds}
+    facts = {"identity": identity, "history": run.history, "latest": run.latest, "seconds": run.elapsed}
     facts |= {"epoch": run.epoch, "step": run.step, "total": run.total}
     write_tensors(path, tensors, facts)
 
 
-def _read(run: Run, job: Job, path: Path, identity: str) -> None:
+def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     try:
-        tensors, facts = read_tensors(path, "checkpoint"), read_facts(path, "checkpoint")
+        tensors, facts = read_checked(path, "checkpoint")
     except DamagedFileError as error:
         raise DamagedFileError(f"{error} Delete it to begin this member again.") from error
     if facts.get("identity") != identity:
@@ -99,11 +133,12 @@ def _read(run: Run, job: Job, path: Path, identity: str) -> None:
     device = run.theta.device
     unpack_state(run.state, _under("state.", tensors))
     run.epoch, run.step, run.total = facts["epoch"], facts["step"], facts["total"]
-    run.history, run.seconds = facts["history"], facts["seconds"]
+    run.history, run.latest, run.seconds = facts["history"], facts["latest"], facts["seconds"]
     if run.best_theta is not None:
         run.best_theta.copy_(tensors["best.theta"])
     run.best_buffers = {k: v.to(device) for k, v in _under("best_buffer.", tensors).items()}
-    run.best_score, run.best_epoch, run.stopped = (tensors[k] for k in ("best.score", "best.epoch", "stopped"))
+    run.best_score, run.best_epoch = tensors["best.score"], tensors["best.epoch"]
+    run.stopped, run.stale = tensors["stopped"], tensors["stale"]
     job.shell.load_buffers(_under("buffer.", tensors))
     run.values = list(tensors["values"].to(device)) if "values" in tensors else []
     run.draws = list(tensors["draws"].to(device)) if "draws" in tensors else []

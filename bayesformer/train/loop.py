@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bayesformer.core.errors import TrainingDivergedError
 from bayesformer.core.progress import Reporter, Silent
-from bayesformer.core.seeds import fold
+from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch, Params, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
@@ -84,7 +84,7 @@ class Trained(NamedTuple):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Everything a checkpoint holds."""
 
     state: Any
@@ -96,12 +96,20 @@ class Run:
     best_score: Tensor  # (L,)
     best_epoch: Tensor  # (L,)
     stopped: Tensor  # (L,)
+    stale: Tensor  # (L,), looks at the validation data since the best one
     values: list[Tensor]  # log joints of the epoch that is going on, each () or (L,)
     history: list[dict[str, list[float]]]
     draws: list[Tensor]  # each like theta
     draw_buffers: list[Params]
+    latest: dict[str, list[float]] = field(default_factory=dict)  # the last look at validation data in this epoch
     total: int = 0  # steps made in all
-    seconds: float = 0.0
+    seconds: float = 0.0  # spent before this session
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training over all sessions."""
+        return self.seconds + time.perf_counter() - self.began
 
     @property
     def theta(self) -> Tensor:
@@ -121,22 +129,20 @@ def train(
     set_training(job.shell.module, job.held)
     while not _ended(run, job):
         reporter.update(label, run.epoch, job.training.epochs, _note(run))
-        started = time.perf_counter()
         _epoch(run, job, saver)
-        run.seconds += time.perf_counter() - started
         saver.save(force=_ended(run, job))
     reporter.update(label, job.training.epochs, job.training.epochs)
     return _result(run, job)
 
 
-def _begin(job: Job) -> Run:
+def _begin(job: Job) -> TrainingRun:
     members, theta = len(job.members), job.theta
     if theta.dim() == 1:
         # The state lives in the shell's own vector: no copy per step.
         job.shell.load(theta)
         theta = job.shell.theta
     device = theta.device
-    return Run(
+    return TrainingRun(
         state=job.transform.init({THETA: theta}),
         epoch=0,
         step=0,
@@ -146,6 +152,7 @@ def _begin(job: Job) -> Run:
         best_score=torch.full((members,), -torch.inf, dtype=torch.float64, device="cpu"),
         best_epoch=torch.zeros(members, dtype=torch.int64, device="cpu"),
         stopped=torch.zeros(members, dtype=torch.bool, device="cpu"),
+        stale=torch.zeros(members, dtype=torch.int64, device="cpu"),
         values=[],
         history=[],
         draws=[],
@@ -153,11 +160,12 @@ def _begin(job: Job) -> Run:
     )
 
 
-def _ended(run: Run, job: Job) -> bool:
-    return run.epoch >= job.training.epochs or run.total >= job.steps or bool(run.stopped.all())
+def _ended(run: TrainingRun, job: Job, epochs: int | None = None) -> bool:
+    done = run.epoch if epochs is None else epochs
+    return done >= job.training.epochs or run.total >= job.steps or bool(run.stopped.all())
 
 
-def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
+def _epoch(run: TrainingRun, job: Job, saver: checkpoints.Saver) -> None:
     """From the step where the epoch stands to its end, to the last step of all, or until nothing gets better."""
     if run.step == 0:
         for member, generator in zip(job.members, run.generators, strict=True):
@@ -173,21 +181,28 @@ def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
         if run.step % CHECK_EVERY == 0:
             _check_finite(run, job)
         if every is not None and run.total % every == 0:
-            _judge(run, job, run.epoch)
+            _judge(run, job)
         if run.total >= job.steps or bool(run.stopped.all()):
             break
         saver.save()
     _check_finite(run, job)
+    _end_epoch(run, job)
+
+
+def _end_epoch(run: TrainingRun, job: Job) -> None:
+    """Note the epoch in the history, after a look at the validation data if one is due."""
+    every = job.training.evaluate_every
+    unseen = _ended(run, job, run.epoch + 1) and every is not None and run.total % every
+    if every is None or unseen:  # the last weights are judged in any case
+        _judge(run, job)
     mean = torch.stack(run.values).double().mean(0).reshape(-1)
-    run.history.append({"log_joint": mean.tolist()})
-    if every is None:
-        run.history[-1] |= _judge(run, job, run.epoch)
+    run.history.append({"log_joint": mean.tolist(), **run.latest})
     if run.best_theta is None:
         run.best_epoch.fill_(run.epoch)
-    run.epoch, run.step, run.values = run.epoch + 1, 0, []
+    run.epoch, run.step, run.values, run.latest = run.epoch + 1, 0, [], {}
 
 
-def _batches(job: Job, run: Run) -> Iterator[Batch]:
+def _batches(job: Job, run: TrainingRun) -> Iterator[Batch]:
     size, device = job.training.batch_size, job.theta.device
     options: dict[str, Any] = {"seed": job.seed, "epoch": run.epoch, "start": run.step, "device": device}
     options |= {"replacement": job.replacement, "join_single": job.join_single}
@@ -197,17 +212,19 @@ def _batches(job: Job, run: Run) -> Iterator[Batch]:
     return job.data.lockstep(size, members=job.members, **options)
 
 
-def _keep_draw(run: Run, job: Job) -> None:
+def _keep_draw(run: TrainingRun, job: Job) -> None:
     run.draws.append(run.theta.clone())
     run.draw_buffers.append(_buffers(job))
 
 
-def _judge(run: Run, job: Job, epoch: int) -> dict[str, list[float]]:
+def _judge(run: TrainingRun, job: Job) -> None:
     """Keep the best weights so far of every member that has not stopped, and stop those out of patience."""
     if job.validation is None or run.best_theta is None:
-        return {}
+        return
     theta = run.theta
-    value = score(job.shell, job.likelihood, theta, job.validation).cpu()
+    source = generator(job.seed, "validation", epoch, device=theta.device)
+    with job.randomness.passing(source, dropout_rate=job.dropout_rate):  # some models draw in evaluation mode, too
+        value = score(job.shell, job.likelihood, theta, job.validation).cpu()
     set_training(job.shell.module, job.held)
     better = (value > run.best_score) & ~run.stopped
     if theta.dim() == 1:
@@ -217,10 +234,11 @@ def _judge(run: Run, job: Job, epoch: int) -> dict[str, list[float]]:
     else:
         run.best_theta[better] = theta[better]
     run.best_score = torch.where(better, value, run.best_score)
-    run.best_epoch[better] = epoch
+    run.best_epoch[better] = run.epoch
+    run.stale = torch.where(better, 0, run.stale + 1)
     if job.training.patience:
-        run.stopped |= epoch - run.best_epoch >= job.training.patience
-    return {"validation": value.tolist()}
+        run.stopped |= run.stale >= job.training.patience
+    run.latest = {"validation": value.tolist()}
 
 
 def score(shell: Shell, likelihood: Likelihood, theta: Tensor, data: Batches) -> Tensor:
@@ -238,7 +256,7 @@ def score(shell: Shell, likelihood: Likelihood, theta: Tensor, data: Batches) ->
     return total / count
 
 
-def _check_finite(run: Run, job: Job) -> None:
+def _check_finite(run: TrainingRun, job: Job) -> None:
     """Look at the log joints of the epoch so far, and at the weights, which the last step may have spoiled."""
     table = torch.stack(run.values).reshape(len(run.values), -1) if run.values else run.theta.new_zeros(0, 1)
     spoiled = ~torch.isfinite(run.theta.sum(-1)).reshape(1, -1)  # a sum is not finite if an entry is not
@@ -269,7 +287,7 @@ def _buffers(job: Job) -> Params:
     return {name: value.clone() for name, value in job.shell.buffers.items()}
 
 
-def _result(run: Run, job: Job) -> Trained:
+def _result(run: TrainingRun, job: Job) -> Trained:
     members, alone = len(job.members), run.theta.dim() == 1
     theta = run.theta if run.best_theta is None else run.best_theta
     buffers = _buffers(job) if run.best_theta is None else run.best_buffers
@@ -283,7 +301,7 @@ def _result(run: Run, job: Job) -> Trained:
         best_score=run.best_score,
         epochs=run.epoch,
         steps=run.total,
-        seconds=run.seconds,
+        seconds=run.elapsed,
         converged=[has_converged(run.history, i, bool(run.stopped[i])) for i in range(members)],
         draws=draws[None] if draws is not None and alone else draws,
         draw_buffers={name: value.expand(members, *value.shape) for name, value in kept.items()},
@@ -295,7 +313,7 @@ def _label(members: tuple[int, ...]) -> str:
     return f"member {members[0]}" if len(members) == 1 else f"members {members[0]}-{members[-1]}"
 
 
-def _note(run: Run) -> str:
+def _note(run: TrainingRun) -> str:
     if not run.history:
         return ""
     last = run.history[-1]

@@ -10,17 +10,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bayesformer.core.draws import drawing_from
 from bayesformer.core.progress import Reporter
-from bayesformer.core.strategy import largest_tensor, run_members
+from bayesformer.core.strategy import decide, largest_tensor, run_as
 from bayesformer.core.types import LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
-from bayesformer.data.in_memory import batch_to
+from bayesformer.data.in_memory import Data, batch_to
 from bayesformer.data.inputs import tensors_of
 from bayesformer.inference import optimise
 from bayesformer.laws.samples import shared
 from bayesformer.model.modes import set_training
 from bayesformer.model.skeleton import Skeleton
+from bayesformer.train.checkpoint import honoured_strategy, record_strategy
 from bayesformer.train.collect import Collect
 from bayesformer.train.loop import Job, Trained, train
 from bayesformer.train.objective import KlWeight, Objective, Term
@@ -57,6 +59,8 @@ class Stage:
     terms: tuple[Term, ...] = ()
     samples: int = 1
     replacement: bool = False
+    held: tuple[str, ...] | None = None
+    """modules in evaluation mode; None: those of the prototype"""
     collect: Callable[[int], Collect] | None = None
     """from the number of steps in all to the states that are kept"""
     starts: Sequence[Start] | None = None
@@ -119,7 +123,7 @@ class Stage:
             steps=steps,
             randomness=random,
             dropout_rate=prototype.dropout_rate,
-            held=prototype.held,
+            held=prototype.held if self.held is None else self.held,
             replacement=self.replacement,
             join_single=prototype.moves_buffers,
             collect=None if self.collect is None else self.collect(steps),
@@ -148,9 +152,7 @@ class Stage:
     def largest(self) -> int:
         """Numbers in the largest tensor of a forward pass on one batch, scaled up from two examples."""
         shell, few = self.skeleton(0).shell(gradients=False), self.prototype.few
-        shell.module.eval()
-        with torch.no_grad():
-            found = largest_tensor(lambda: shell(few.inputs))
+        found = largest_tensor(lambda: self.prototype.trial(shell, few))
         return found * self.training.batch_size // len(few.targets)
 
     def shared(self) -> dict[str, Tensor]:
@@ -169,21 +171,30 @@ class Stage:
 
     def why_not_batched(self) -> str | None:
         """Members in lockstep share one pass, which must be free of noise and of state of its own."""
-        if self.prototype.data.tensors is None:
+        made, data = self.prototype, self.prototype.data.tensors
+        if data is None:
             return "the data are not tensors in memory, and members read them in different orders"
-        if self.skeletons is not None:
-            return "every member has fixed weights of its own"
-        if self.prototype.randomness.kind != "none" or self.kl_weight is not None or self.terms:
-            return "the model has dropout or noise, and every member has a noise stream of its own"
-        if self.prototype.moves_buffers:
-            return "training changes the model's buffers (running averages)"
-        if self.prototype.skeleton.facts.staged:
-            return "inferred weights have another precision than the vector they are kept in"
+        rules = (
+            (self.skeletons is not None, "every member has fixed weights of its own"),
+            (
+                made.randomness.kind != "none" or self.kl_weight is not None or bool(self.terms),
+                "the model has dropout or noise, and every member has a noise stream of its own",
+            ),
+            (made.moves_buffers, "training changes the model's buffers (running averages)"),
+            (
+                bool(made.skeleton.facts.staged),
+                "inferred weights have another precision than the vector they are kept in",
+            ),
+        )
+        return next((reason for holds, reason in rules if holds), None) or self._trial(data)
+
+    def _trial(self, data: Data) -> str | None:
+        """One step of two members in lockstep on one example: the reason why it fails, or None."""
+        job, index = self.job([0, 1]), torch.zeros(2, 2, dtype=torch.int64, device=data.targets.device)
+        set_training(job.shell.module, job.held)
         try:
-            job = self.job([0, 1])
-            set_training(job.shell.module, job.held)
-            data = self.prototype.data.tensors.take(torch.zeros(2, 2, dtype=torch.int64))
-            job.transform.update(job.transform.init({THETA: job.theta}), batch_to(data, self.device))
+            with drawing_from([torch.Generator(self.device) for _ in range(2)]):
+                job.transform.update(job.transform.init({THETA: job.theta}), batch_to(data.take(index), self.device))
         except RuntimeError as error:
             return f"the model cannot be vmapped ({str(error).splitlines()[0]})"
         return None
@@ -205,7 +216,11 @@ class Fitted:
 def fit_stage(stage: Stage, members: int) -> Fitted:
     """Train all members of a stage, however they are run."""
     problem = stage.problem
-    strategy, results = run_members(stage, range(members), problem.strategy, problem.workers, problem.reporter)
+    folder, count = problem.checkpoint, range(members)
+    wanted, veto = honoured_strategy(folder, stage.label, problem.strategy)
+    strategy = decide(stage, count, wanted, problem.workers, veto)
+    record_strategy(folder, stage.label, strategy)
+    results = run_as(stage, count, strategy, problem.workers, problem.reporter)
     draws = None if results[0].draws is None else torch.cat([r.draws for r in results])
     joined = {name: torch.cat([r.buffers[name] for r in results]) for name in results[0].buffers}
     kept = {name: torch.cat([r.draw_buffers[name] for r in results]) for name in results[0].draw_buffers}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from bayesformer.core.compat import transformed
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.core.vectors import THETA
 from bayesformer.layers import has_random_parts, kl_divergence
 from bayesformer.likelihoods import Likelihood
-from bayesformer.model.calling import apply, select_output, split_inputs
+from bayesformer.model.calling import apply
 from bayesformer.model.randomness import plain_attention
 from bayesformer.model.shell import Shell
 from bayesformer.train.vector_prior import FlatPrior, VectorPrior
@@ -86,9 +88,9 @@ def bound(
 class Objective:
     """The objective as a function of {"theta": vector}, on one shell.
 
-    Called, it is pure, as torch.func needs it. `value_and_grad` runs the shell itself: one ordinary backward pass into
-    its gradient. With theta (L, P) and batches with a leading L, all members go through one vmapped forward and one
-    backward pass.
+    Called, it is pure, as torch.func needs it: weights and buffers of the shell stay as they are. `value_and_grad` runs
+    the shell itself: one ordinary backward pass into its gradient. With theta (L, P) and batches with a leading L, all
+    members go through one vmapped forward and one backward pass.
     """
 
     def __init__(
@@ -113,12 +115,15 @@ class Objective:
         self.terms, self.samples, self.autocast = terms, samples, autocast
         self.has_kl = has_random_parts(shell.module)
         self.named: dict[str, Tensor] = {}
-        """the parts of the latest value, () each: "log_likelihood", "kl" and the names of further terms"""
+        """the parts of the latest value of `value_and_grad` or `over`, () each: "log_likelihood", "log_prior", "kl" and
+        the names of further terms, as they enter the sum"""
+        self._pass = _Pass(shell.module, self)
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Value and outputs, purely: a function of `params` alone."""
+        """Value and outputs, purely: a function of `params` alone, apart from the noise of the pass."""
         theta = params[THETA]
-        value, outputs = self._likelihood_part(self.shell.space.views(theta), batch)
+        buffers = {name: value.clone() for name, value in self.shell.buffers.items()}
+        value, outputs = self._pure(self.shell.space.views(theta), batch, None, buffers)
         return value + self.prior.log_prob(theta) / self.num_data, outputs.detach()
 
     def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
@@ -126,69 +131,107 @@ class Objective:
         theta = params[THETA]
         if theta.dim() > 1:
             return self._batched(theta, batch)
-        self.shell.load(theta)
-        # The prior's gradient in the place of zeros, on which the likelihood's is added: a pass over the weights less.
-        total = self.prior.write(self.shell.theta, self.shell.grad, 1 / self.num_data)
-        value, outputs = self._accumulate(batch, 1.0, self._kappa())
-        return total + value, outputs, {THETA: self.shell.grad}
+        total = self._begin(theta)
+        value, outputs = self._accumulate(batch, 1.0, self._kappa(self.shell.module))
+        return total + value, outputs, {THETA: self._grad}
 
-    def over(self, params: Params, batches: Iterable[Batch]) -> tuple[Tensor, Params]:
-        """Value and gradient over many batches as one evaluation: batches are weighed by their examples over N."""
-        self.shell.load(params[THETA])
-        total = self.prior.write(self.shell.theta, self.shell.grad, 1 / self.num_data)
-        kappa = self._kappa()
+    def over(self, params: Params, batches: Iterable[Batch], examples: int | None = None) -> tuple[Tensor, Params]:
+        """Value and gradient over many batches as one evaluation, as of one batch with all their examples.
+
+        Args:
+            params: {"theta": (P,)}.
+            batches: of any sizes.
+            examples: how many they hold together; N by default, that is all training data.
+        """
+        total, count = self._begin(params[THETA]), self.num_data if examples is None else examples
+        kappa, seen = self._kappa(self.shell.module), 0
         for batch in batches:
-            value, _ = self._accumulate(batch, len(batch.targets) / self.num_data, kappa)
-            total = total + value
-        return total, {THETA: self.shell.grad}
+            seen += len(batch.targets)
+            total = total + self._accumulate(batch, len(batch.targets) / count, kappa)[0]
+        if seen != count:
+            raise ValueError(f"examples must be what the batches hold together; got {count}, they hold {seen}.")
+        return total, {THETA: self._grad}
 
-    def _kappa(self) -> Tensor | float:
+    @property
+    def _grad(self) -> Tensor:
+        if self.shell.grad is None:
+            raise ValueError("shell must have gradients for value_and_grad; make it by skeleton.shell(gradients=True).")
+        return self.shell.grad
+
+    def _begin(self, theta: Tensor) -> Tensor:
+        """Load θ and write the prior's gradient, on which those of the passes are added; returns log p(θ) / N."""
+        self.shell.load(theta)
+        total = self.prior.write(self.shell.theta, self._grad, 1 / self.num_data)
+        self.named = {"log_prior": total.detach()}
+        return total
+
+    def _kappa(self, module: nn.Module) -> Tensor | float:
         """κ of this step: asked once, since it may count steps."""
-        return self.kl_weight(self.shell.module) if self.has_kl else 0.0
+        return self.kl_weight(module) if self.has_kl else 0.0
 
     def _accumulate(self, batch: Batch, share: float, kappa: Tensor | float) -> tuple[Tensor, Tensor]:
         """share · (the value without the prior), averaged over samples; its gradient is added to the shell's."""
-        total: Tensor | None = None
+        scale, total = share / self.samples, torch.zeros((), device=batch.targets.device)
         for _ in range(self.samples):
-            value, outputs = self.evaluate(self.shell.module, batch, kappa)
-            (value * (share / self.samples)).backward()
-            part = value.detach() * (share / self.samples)
-            total = part if total is None else total + part
-        assert total is not None
+            value, outputs, named = self.evaluate(self.shell.module, batch, kappa)
+            (value * scale).backward()
+            total = total + value.detach() * scale
+            for name, part in named.items():
+                self.named[name] = part * scale + self.named.get(name, 0)
         return total, outputs.detach()
 
-    def evaluate(self, module: nn.Module, batch: Batch, kappa: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-        """The value without the prior, and outputs, of one forward pass of a module under the weights it holds."""
+    def evaluate(
+        self, module: nn.Module, batch: Batch, kappa: Tensor | float
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The value without the prior, outputs and named parts of one pass of a module under the weights it holds."""
 
         def forward(inputs: Inputs) -> Tensor:
             with self._precision(batch):
                 return apply(module, inputs)
 
         outputs = forward(batch.inputs)
-        value, self.named = bound(
-            outputs, module, batch, self.likelihood, self.num_data, kappa if self.has_kl else None
-        )
+        weight = kappa if self.has_kl else None
+        value, named = bound(outputs, module, batch, self.likelihood, self.num_data, weight)
         for term in self.terms:
             extra = term(forward, module, batch)
-            value, self.named[term.name] = value - extra, extra.detach()
-        return value, outputs
+            value, named[term.name] = value - extra, extra.detach()
+        return value, outputs, named
 
     def _precision(self, batch: Batch) -> AbstractContextManager[object]:
         return torch.autocast(batch.targets.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
-    def _likelihood_part(self, weights: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The value without prior, KL and terms, as a pure function of parameters by name."""
-        args, kwargs = split_inputs(batch.inputs)
-        with self._precision(batch):
-            outputs = select_output(functional_call(self.shell.module, self.shell.cast(weights), args, kwargs))
-        return self.likelihood.log_prob(outputs, batch.targets, batch.mask).mean(), outputs
+    def _pure(
+        self, weights: Params, batch: Batch, kappa: Tensor | float | None, buffers: Params | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The value without the prior, and outputs, as a function of weights by name; κ is asked for if it is None."""
+        own = {f"module.{name}": value for name, value in (self.shell.cast(weights) | (buffers or {})).items()}
+        with plain_attention() if transformed() else nullcontext():
+            return functional_call(self._pass, own, (batch, kappa))
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Params]:
         leaves = {k: v.detach().requires_grad_() for k, v in self.shell.space.views(theta).items()}
         axes = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, batch)
-        with plain_attention():
-            values, outputs = torch.vmap(self._likelihood_part, in_dims=(0, axes))(leaves, batch)
+        kappa = self._kappa(self.shell.module)
+        run = torch.vmap(partial(self._pure, kappa=kappa), in_dims=(0, axes), randomness="different")
+        values, outputs = run(leaves, batch)
         gradients = torch.autograd.grad(values.sum(), list(leaves.values()))
         grad = torch.empty_like(theta)
         total = values.detach() + self.prior.write(theta, grad, 1 / self.num_data)
         return total, outputs.detach(), {THETA: grad.add_(torch.cat([g.flatten(1) for g in gradients], 1))}
+
+
+class _Pass(nn.Module):
+    """A module whose forward is the value of a batch, so that functional_call can give it other weights."""
+
+    def __init__(self, module: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.module, self.objective = module, objective
+
+    def forward(self, batch: Batch, kappa: Tensor | float | None) -> tuple[Tensor, Tensor]:
+        """The value without the prior, averaged over samples, and the outputs of the last one."""
+        weight = self.objective._kappa(self.module) if kappa is None else kappa
+        values = []
+        for _ in range(self.objective.samples):
+            value, outputs, _ = self.objective.evaluate(self.module, batch, weight)
+            values.append(value)
+        return values[0] if len(values) == 1 else torch.stack(values).mean(0), outputs

@@ -84,13 +84,6 @@ class Method(Protocol):
         ...
 
 
-def check_ranges(method: object, **rules: bool) -> None:
-    """Refuse a setting whose rule does not hold."""
-    for name, holds in rules.items():
-        if not holds:
-            raise ValueError(f"{type(method).__name__.lower()}.{name} is out of range; got {getattr(method, name)}.")
-
-
 def settings_of(method: object) -> Mapping[str, Any]:
     """The settings of a method by name."""
     return {name: getattr(method, name) for name in method.__dataclass_fields__}  # type: ignore[attr-defined]

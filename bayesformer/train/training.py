@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from bayesformer.core.settings import LATER
 from bayesformer.inference import schedules
 from bayesformer.inference.optimise import Adam
 from bayesformer.inference.schedules import Schedule
@@ -30,14 +31,14 @@ class Training:
     clip: float = 1.0
     """largest gradient norm; inf never clips"""
     patience: int = 15
-    """epochs without a better validation log-likelihood before stopping; 0 never stops"""
-    max_steps: int | None = None
+    """looks at validation data, one per epoch or `evaluate_every`, without a better score before stopping; 0: never"""
+    max_steps: int | None = field(default=None, metadata=LATER)
     """steps in all, at most; training stops there even inside an epoch"""
-    evaluate_every: int | None = None
+    evaluate_every: int | None = field(default=None, metadata=LATER)
     """steps between looks at the validation data; none looks after every epoch"""
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Literal["float32", "bf16"] = field(default="float32", metadata=LATER)
     """bf16 runs forward passes under autocast; weights, gradients and probabilities stay float32"""
-    buffers: Literal["moving", "fixed"] = "moving"
+    buffers: Literal["moving", "fixed"] = field(default="moving", metadata=LATER)
     """running averages and other buffers: moved by training as the model does it, or held as they were given"""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Views of the results: what was run, by task, method and seed. Knows nothing of markup."""
+"""Views of the results: what was run, by task, method and seed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from bayesformer.bench.report.colours import PALETTE
+from bayesformer.bench.report.markup import Shared
 from bayesformer.bench.statistics import (
     Entry,
     Result,
@@ -31,7 +32,7 @@ V = TypeVar("V")
 
 
 class Report:
-    """The results sorted by task, with one colour and marker per entry."""
+    """All results of a page, sorted by task, with one colour and marker per entry."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         by_task = _collect((str(r["task"]), r) for r in results)
@@ -40,12 +41,13 @@ class Report:
         for title, result in sorted(titled, key=lambda pair: str(pair[1].get("started") or "")):
             cells[title, entry_of(result), int(result["seed"])] = result
         found = _collect((key[0], cells[key]) for key in sorted(cells))
-        self.tasks = [Task(name, i, runs) for i, (name, runs) in enumerate(found.items(), 1)]
+        self.tasks = [TaskResults(name, i, runs) for i, (name, runs) in enumerate(found.items(), 1)]
         self.results = [r for runs in found.values() for r in runs]
         self.repeated = len(results) - len(cells)
         self.entries = sorted({entry for _, entry, _ in cells})
         self.seeds = sorted({seed for _, _, seed in cells})
         baseline = baseline_of(self.entries)
+        self.shared = Shared()
         self.slots = {e: i for i, e in enumerate(e for e in self.entries if e != baseline)}
 
     def style(self, entry: Entry) -> str:
@@ -62,7 +64,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskResults:
     """One task's results, grouped by entry and ranked by its primary metric."""
 
     name: str
@@ -71,7 +73,7 @@ class Task:
 
     @cached_property
     def groups(self) -> dict[Entry, list[Result]]:
-        """Runs of every entry, by seed."""
+        """The runs of every entry, in the order of their seeds."""
         return group(self.results)
 
     @cached_property
@@ -81,7 +83,7 @@ class Task:
 
     @cached_property
     def primary(self) -> Metric:
-        """The metric that ranks."""
+        """The metric by which the methods of this task are ranked."""
         named = [str(r["primary"]) for r in self.results if r.get("primary")]
         return metric_of(named[0] if named else next(iter(self.metrics), ""))
 
@@ -93,17 +95,17 @@ class Task:
 
     @cached_property
     def standings(self) -> list[Standing]:
-        """The entries by rank."""
+        """The standing of every entry, by rank."""
         return standings(self.results, self.primary.name, self.primary.better)
 
     @cached_property
     def winners(self) -> list[Standing]:
-        """Rank 1, more than one in a tie."""
+        """The entries that share rank 1; more than one in a tie."""
         return [s for s in self.standings if s.rank == 1]
 
     @property
     def order(self) -> list[Entry]:
-        """The entries by rank, by name alone."""
+        """The entries in the order of their ranks."""
         return [s.entry for s in self.standings]
 
     @cached_property
@@ -118,7 +120,7 @@ class Task:
 
     @property
     def outcome(self) -> Verdict:
-        """Of the top-ranked: ahead of the MLE for sure, perhaps, untested, or the MLE itself."""
+        """The verdict on the top-ranked entry: better than the MLE, unclear, untested, or the MLE itself."""
         verdicts = [s.verdict for s in self.winners]
         if not verdicts or "baseline" in verdicts:
             return "baseline" if verdicts else "untested"
@@ -127,15 +129,15 @@ class Task:
 
     @property
     def description(self) -> str:
-        """What the task is."""
+        """The task's one-line description, or an empty text."""
         return next((str(r["task_description"]) for r in self.results if r.get("task_description")), "")
 
     def summaries(self, metric: str) -> dict[Entry, Summary | None]:
-        """A metric of every entry over seeds."""
+        """Mean and spread over seeds of a metric, for every entry."""
         return {e: summarise(by_seed(runs, metric).values()) for e, runs in self.groups.items()}
 
     def costs(self, key: str) -> dict[Entry, Summary | None]:
-        """A cost of every entry over seeds."""
+        """Mean and spread over seeds of a cost, for every entry."""
         return {e: summarise(part(r, "cost").get(key) for r in runs) for e, runs in self.groups.items()}
 
     def pictured(self, key: str) -> dict[Entry, Result]:
@@ -144,7 +146,7 @@ class Task:
         return {e: r for e, r in found.items() if r}
 
     def seed_note(self, key: str) -> str:
-        """Which run a figure shows."""
+        """A sentence that says which run a figure shows."""
         seeds = {r["seed"] for r in self.pictured(key).values()}
         return f"One run, seed {seeds.pop()}." if len(seeds) == 1 else "One run each, the first seed."
 
@@ -163,7 +165,7 @@ def unequal_settings(results: Iterable[Result]) -> list[str]:
 
 
 def floats(values: object) -> list[float]:
-    """A list of numbers with NaN where something else stands."""
+    """The values as floats, NaN in place of what is not a finite number; an empty list if there is none."""
     listed = values if isinstance(values, list | tuple) else []
     return [math.nan if (v := finite(value)) is None else v for value in listed]
 

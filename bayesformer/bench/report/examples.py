@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bayesformer.bench.report.data import Report, Task, floats
+from bayesformer.bench.report.data import Report, TaskResults, floats
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import figure, panel, small
 from bayesformer.bench.report.wording import fixed
@@ -18,8 +18,8 @@ from bayesformer.bench.statistics import finite
 IMAGES = 8  # most in a row
 
 
-def examples(report: Report, task: Task) -> Html | None:
-    """Test images with the highest and the lowest entropy."""
+def examples(report: Report, task: TaskResults) -> Html | None:
+    """The figure of test images with the highest and the lowest entropy, a panel per method."""
     panels = []
     for entry, run in task.pictured("examples").items():
         data = run["figures"]["examples"]

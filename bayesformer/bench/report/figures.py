@@ -1,4 +1,4 @@
-"""Figures of calibration, of doubt on foreign inputs, and of predictions with their bands."""
+"""Figures of calibration, of uncertainty on inputs unlike the training data, and of predictions."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from bayesformer.bench.report.data import Report, Task, floats, metric_of
+from bayesformer.bench.report.axis import Scale
+from bayesformer.bench.report.data import Report, TaskResults, floats, metric_of
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import figure, panel
 from bayesformer.bench.report.plot import Plot, marker
-from bayesformer.bench.report.scale import Scale
 from bayesformer.bench.report.wording import fixed, listing
 from bayesformer.bench.statistics import Entry, finite, part
 
 Recorded: TypeAlias = Mapping[str, Any]  # what a run recorded for a figure
 
-SERIES = 2  # most that are shown
+SERIES, MANY = 2, 12  # series that are shown, and from how many methods on only one of them
 LINE, BOX = "M0 6h22", "M0 2h22v8h-22z"  # samples of a line and of an area
 
 
-def reliability(report: Report, task: Task) -> Html | None:
-    """Accuracy against stated confidence."""
+def reliability(report: Report, task: TaskResults) -> Html | None:
+    """The figure of accuracy against stated confidence, a panel per method."""
 
     def draw(plot: Plot, data: Recorded) -> None:
         confidence, accuracy, count = (floats(data.get(k)) for k in ("confidence", "accuracy", "count"))
         largest = max((c for c in count if c > 0), default=1.0)
         plot.line(confidence, accuracy, "thin")
-        for x, y, n in zip(confidence, accuracy, count, strict=False):
-            if n > 0:
-                plot.point(x, y, radius=max(1.3, 5.5 * math.sqrt(n / largest)))
+        radii = [max(1.3, 5.5 * math.sqrt(n / largest)) if n > 0 else math.nan for n in count]
+        plot.points(confidence, accuracy, radius=radii)
 
     panels = _diagonals(report, task, "reliability", draw, "Reliability", ("confidence", "accuracy"), "ece")
     caption = (
@@ -39,15 +38,14 @@ def reliability(report: Report, task: Task) -> Html | None:
     return figure("Does confidence come true?", [panels], caption + task.seed_note("reliability"), "small")
 
 
-def coverage(report: Report, task: Task) -> Html | None:
-    """Share of the truth inside intervals of every level."""
+def coverage(report: Report, task: TaskResults) -> Html | None:
+    """The figure of interval coverage: the share of targets inside intervals of every level."""
 
     def draw(plot: Plot, data: Recorded) -> None:
         levels, inside = ([0.0, *floats(data.get(k)), 1.0] for k in ("levels", "coverage"))
         plot.band(levels, levels, inside)
         plot.line(levels, inside)
-        for x, y in zip(levels[1:-1], inside[1:-1], strict=False):
-            plot.point(x, y, radius=1.8)
+        plot.points(levels[1:-1], inside[1:-1], radius=1.8)
 
     axes = ("stated probability", "share inside")
     panels = _diagonals(report, task, "coverage", draw, "Interval coverage", axes, "coverage_90")
@@ -60,7 +58,7 @@ def coverage(report: Report, task: Task) -> Html | None:
 
 def _diagonals(
     report: Report,
-    task: Task,
+    task: TaskResults,
     key: str,
     draw: Callable[[Plot, Recorded], None],
     what: str,
@@ -70,17 +68,17 @@ def _diagonals(
     """Panels of two probabilities that should agree, each with the number that belongs to it, of the same run."""
     panels = []
     for entry, run in task.pictured(key).items():
-        plot = Plot(Scale.unit(), Scale.unit(), 190, 195, *axes)
+        plot = Plot(Scale.unit(), Scale.unit(), 190, 195, *axes, share=report.shared)
         plot.line([0, 1], [0, 1], "guide")
         draw(plot, run["figures"][key])
         value = finite(part(run, "metrics").get(metric))
         aside = "" if value is None else f"{metric_of(metric).label} {fixed(value, 3)}"
-        panels.append(panel(report, entry, plot.render(f"{what} of {entry.label} on {task.name}"), aside))
+        panels.append(panel(report, entry, plot.render(what), aside))
     return panels
 
 
-def entropy(report: Report, task: Task) -> Html | None:
-    """Histograms of the entropy on familiar and on foreign inputs."""
+def entropy(report: Report, task: TaskResults) -> Html | None:
+    """The figure of entropies: histograms on test inputs and on inputs unlike the training data."""
     runs = task.pictured("entropy").items()
     found: dict[Entry, Recorded] = {e: data for e, run in runs if (data := run["figures"]["entropy"]).get("sets")}
     if not found:
@@ -93,10 +91,10 @@ def entropy(report: Report, task: Task) -> Html | None:
     y = Scale.over([0.0, *(v for sets in shares.values() for s in sets.values() for v in s)], pad=0, count=3)
     panels = []
     for entry, sets in shares.items():
-        plot = Plot(x, y, 190, 150, "entropy, nats", "share")
+        plot = Plot(x, y, 190, 150, "entropy, nats", "share", share=report.shared)
         for i, name in enumerate(names):
             plot.histogram(edges[entry], sets[name], _set_style(i), closed=i == 0)
-        panels.append(panel(report, entry, plot.render(f"Entropy of {entry.label} on {listing(names)}, {task.name}")))
+        panels.append(panel(report, entry, plot.render(f"Entropy on {listing(names)}")))
     key = [_key_item(name, _set_style(i), LINE if i else BOX) for i, name in enumerate(names)]
     caption = (
         f"How unsure the method is on familiar inputs ({names[0]}, filled) and on inputs unlike the training "
@@ -124,17 +122,18 @@ def _key_item(name: str, class_: str, shape: str) -> Html:
     return tag("li", sample, name)
 
 
-def bands(report: Report, task: Task) -> Html | None:
-    """Predictions of the first test series, one row each."""
+def bands(report: Report, task: TaskResults) -> Html | None:
+    """The figure of predictions for the first test series: mean, bands and the truth, a row per series."""
     runs = task.pictured("bands").items()
-    found = {e: [s for s in run["figures"]["bands"] if s.get("time")][:SERIES] for e, run in runs}
+    most = SERIES if len(runs) < MANY else 1
+    found = {e: [s for s in run["figures"]["bands"] if s.get("time")][:most] for e, run in runs}
     number = max(map(len, found.values()), default=0)
     rows = []
     for i in range(number):
         shown = {e: series[i] for e, series in found.items() if len(series) > i}
         y = _band_scale(list(shown.values()))
-        titles = {e: f"Predictions of {e.label} for series {i + 1}, {task.name}" for e in shown}
-        rows.append([panel(report, e, _band_plot(s, y, titles[e])) for e, s in shown.items()])
+        title = f"Predictions for series {i + 1}"
+        rows.append([panel(report, e, _band_plot(report, s, y, title)) for e, s in shown.items()])
     has_oracle = any(s.get("oracle_mean") for series in found.values() for s in series)
     key = [
         _key_item("observed", "inkfill", marker(11, 6, 2)),
@@ -160,23 +159,24 @@ def _band_scale(series: Sequence[Recorded]) -> Scale:
     solid = [v for s in series for k in ("observed", "oracle_low", "oracle_high") for v in floats(s.get(k))]
     bands = [v for s in series for k in ("mean", "low", "high") for v in floats(s.get(k))]
     solid = [v for v in solid if math.isfinite(v)] or [v for v in bands if math.isfinite(v)] or [0.0]
-    span = max(solid) - min(solid)
-    near = [v for v in bands if min(solid) - span <= v <= max(solid) + span]
+    low, high = min(solid), max(solid)
+    near = [v for v in bands if low - (high - low) <= v <= high + (high - low)]
     return Scale.over(solid + near)
 
 
-def _band_plot(series: Recorded, y: Scale, title: str) -> Html:
+def _band_plot(report: Report, series: Recorded, y: Scale, title: str) -> Html:
     def get(key: str) -> list[float]:
         return floats(series.get(key))
 
     time = get("time")
-    plot = Plot(Scale.over(time, pad=0.01), y, 240, 170, "time", clip=True)
+    plot = Plot(Scale.over(time, pad=0.01), y, 240, 170, "time", clip=True, share=report.shared)
     plot.band(time, get("low"), get("high"), "soft")
     plot.band(time, get("aleatoric_low"), get("aleatoric_high"), "softer")
-    for key in ("oracle_low", "oracle_high"):
-        plot.line(time, get(key), "ink dot")
-    plot.line(time, get("oracle_mean"), "ink dash")
+    with plot.common():
+        for key in ("oracle_low", "oracle_high"):
+            plot.line(time, get(key), "ink dot")
+        plot.line(time, get("oracle_mean"), "ink dash")
     plot.line(time, get("mean"))
-    for t, value in zip(time, get("observed"), strict=False):
-        plot.point(t, value, "inkfill", radius=1.5)
+    with plot.common():
+        plot.points(time, get("observed"), "inkfill", radius=1.5)
     return plot.render(title)

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 from typing import TypeAlias
 
-ENDS = {"meta": ">", "img": ">", "path": "/>", "rect": "/>"}  # elements without content
+ENDS = {"meta": ">", "img": ">", "path": "/>", "rect": "/>", "use": "/>"}  # elements without content
 
 
 class Html(str):
@@ -25,7 +25,7 @@ def render(child: Child) -> Html:
     if isinstance(child, Html):
         return child
     if isinstance(child, str):
-        return Html(html.escape(child))
+        return Html(html.escape(child, quote=False))
     return Html("".join(map(render, child)))
 
 
@@ -45,6 +45,32 @@ def tag(name: str, /, *children: Child, **attributes: str | float | bool | None)
             written.append(f' {attribute}="{html.escape(text)}"')
     opening = f"<{name}{''.join(written)}"
     return Html(opening + ENDS[name] if name in ENDS else f"{opening}>{render(children)}</{name}>")
+
+
+class Shared:
+    """Drawings inside `<svg>` that a page holds many times: written once, and referred to from every place.
+
+    A call returns what to put in the drawing's place, `definitions` what the page must hold besides. Colours are not
+    shared: a reference takes those around it.
+    """
+
+    LEAST = 40  # characters; a reference is hardly shorter than less
+
+    def __init__(self) -> None:
+        self.names: dict[Html, str] = {}
+
+    def __call__(self, drawing: Html) -> Html:
+        """A reference to the drawing, or the drawing itself if it is very short."""
+        if len(drawing) < self.LEAST:
+            return drawing
+        name = self.names.setdefault(drawing, f"d{len(self.names)}")
+        return tag("use", href=f"#{name}")
+
+    def definitions(self) -> Html:
+        """An `<svg>` of no size with every drawing that a call has referred to."""
+        # Rules such as `.plot text` are matched where a drawing is defined, so the class stands here, too.
+        drawings = [tag("g", drawing, id=name, class_="plot") for drawing, name in self.names.items()]
+        return tag("svg", tag("defs", drawings), class_="shared", aria_hidden="true")
 
 
 def short(value: float) -> str:

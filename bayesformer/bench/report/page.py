@@ -9,18 +9,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bayesformer.bench.report.data import Report
+from bayesformer.bench.report.findings import summary
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.parts import details, entry_name, link
 from bayesformer.bench.report.section import section
 from bayesformer.bench.report.style import SCRIPT, sheet
-from bayesformer.bench.report.summary import summary
 from bayesformer.bench.report.wording import DASH, count, duration, listing
 from bayesformer.bench.statistics import Result, entry_of, finite, part
 from bayesformer.core.storage import write_atomically
 
 
 def write_report(
-    results: Sequence[Result], path: str | os.PathLike[str], title: str = "Benchmark", note: str = ""
+    results: Sequence[Result],
+    path: str | os.PathLike[str],
+    title: str = "Benchmark",
+    note: str = "",
+    skipped: Sequence[str] = (),
 ) -> Path:
     """Write the page of these results and return its path.
 
@@ -29,6 +33,7 @@ def write_report(
         path: the HTML file; replaced atomically, its folder is made.
         title: heading of the page.
         note: a caution shown under the heading, such as "demo settings: short training".
+        skipped: a sentence for every result that could not be read; the page lists them.
     """
     if not results:
         raise ValueError("results must hold at least one result; got an empty list.")
@@ -37,11 +42,11 @@ def write_report(
             raise ValueError(f"results[{i}] must have task, method and seed; it lacks {', '.join(missing)}.")
     target = Path(path)
     # A lone surrogate, which JSON can carry, becomes "?" rather than an error after hours of training.
-    write_atomically(target, _page(Report(results), title, note).encode("utf-8", "replace"))
+    write_atomically(target, _page(Report(results), title, note, skipped).encode("utf-8", "replace"))
     return target
 
 
-def _page(report: Report, title: str, note: str) -> str:
+def _page(report: Report, title: str, note: str, skipped: Sequence[str]) -> str:
     """The policy forbids any resource and any script but the theme switch."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none';style-src 'unsafe-inline';script-src 'sha256-{digest}';img-src data:"
@@ -56,11 +61,12 @@ def _page(report: Report, title: str, note: str) -> str:
         tag("script", Html(SCRIPT)),
     )
     main = tag("main", summary(report), [section(report, task) for task in report.tasks])
-    body = tag("body", _header(report, title, note), main, _footer(report))
+    parts = [_header(report, title, note, skipped), main, _footer(report)]
+    body = tag("body", report.shared.definitions(), parts)
     return "<!DOCTYPE html>\n" + tag("html", head, "\n", body, lang="en") + "\n"
 
 
-def _header(report: Report, title: str, note: str) -> Html:
+def _header(report: Report, title: str, note: str, skipped: Sequence[str]) -> Html:
     return tag(
         "header",
         tag("button", "Theme", id="theme", type="button", hidden=True),
@@ -68,9 +74,16 @@ def _header(report: Report, title: str, note: str) -> Html:
         tag("h1", title),
         tag("p", _extent(report), class_="lede"),
         tag("p", tag("strong", "Note "), note, class_="note") if note else None,
+        _skipped(skipped) if skipped else None,
         tag("dl", [tag("div", tag("dt", k), tag("dd", v)) for k, v in _facts(report)], class_="facts"),
         _methods(report),
     )
+
+
+def _skipped(sentences: Sequence[str]) -> Html:
+    which = details("Which", tag("ul", [tag("li", sentence) for sentence in sentences]))
+    number = count(len(sentences), "stored result")
+    return tag("div", tag("p", tag("strong", "Skipped "), f"{number} that cannot be read."), which, class_="note")
 
 
 def _extent(report: Report) -> str:

@@ -1,10 +1,10 @@
-"""What tables and figures are built from."""
+"""Parts that the tables and figures of the page share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bayesformer.bench.report.data import Report, Task
+from bayesformer.bench.report.data import Report, TaskResults
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.plot import marker
 from bayesformer.bench.report.wording import DASH, decimals, difference_decimals, fixed, interval
@@ -13,12 +13,11 @@ from bayesformer.evaluate.catalogue import Metric
 
 
 def entry_name(report: Report, entry: Entry) -> Html:
-    """The entry's name behind its marker."""
+    """The marker of an entry, in its colour, followed by its name."""
     swatch = tag(
         "svg",
-        tag("path", class_="fill", d=marker(5, 5, 4, report.shape(entry))),
+        report.shared(tag("path", class_="fill", d=marker(5, 5, 4, report.shape(entry)))),
         class_=f"swatch {report.style(entry)}",
-        viewBox="0 0 10 10",
         aria_hidden="true",
     )
     variant = small(entry.variant, "variant") if entry.variant else None
@@ -26,17 +25,17 @@ def entry_name(report: Report, entry: Entry) -> Html:
 
 
 def small(text: str, class_: str | None = None) -> Html:
-    """Words of less weight, such as a spread."""
+    """Text in small print, such as the spread behind a mean."""
     return tag("small", text, class_=class_)
 
 
-def link(task: Task) -> Html:
+def link(task: TaskResults) -> Html:
     """The task's name, leading to its section."""
     return tag("a", task.name, href=f"#task-{task.index}")
 
 
 def details(title: str, content: Child, class_: str | None = None) -> Html:
-    """Content that opens on demand."""
+    """A `<details>` element: its content opens when the title is clicked."""
     return tag("details", tag("summary", title), content, class_=class_)
 
 
@@ -51,21 +50,21 @@ def table(caption: Child, head: Sequence[Child], rows: Sequence[Html], class_: s
 
 
 def row(head: Child, cells: Child, class_: str | None = None) -> Html:
-    """A row and what it is about."""
+    """A table row with a head cell and the cells behind it."""
     return tag("tr", tag("th", head, scope="row"), cells, class_=class_)
 
 
 def cell(content: Child) -> Html:
-    """A cell of numbers."""
-    return tag("td", content, class_="n")
+    """A table cell of numbers, which does not wrap."""
+    return tag("td", content)
 
 
-def heading(metric: Metric) -> Html:
-    """A metric's label with an arrow to where it is better."""
+def heading(metric: Metric, explained: bool = False) -> Html:
+    """A metric's label with an arrow to where it is better; its meaning on hovering, unless it stands beside."""
     arrow = {"higher": "↑", "lower": "↓", "none": ""}[metric.better]
     words = f"{metric.better} is better"
     sign = [" ", tag("span", arrow, role="img", aria_label=words, title=words, class_="arrow")] if arrow else None
-    return tag("span", metric.label, sign, title=metric.help or None)
+    return tag("span", metric.label, sign, title=None if explained else metric.help or None)
 
 
 def plus_minus(summary: Summary | None, digits: int, bold: bool = False) -> list[Child]:
@@ -77,7 +76,7 @@ def plus_minus(summary: Summary | None, digits: int, bold: bool = False) -> list
     return [tag("strong", mean) if bold else mean, spread]
 
 
-def scores(task: Task, metric: Metric) -> dict[Entry, Html]:
+def scores(task: TaskResults, metric: Metric) -> dict[Entry, Html]:
     """The cells of one metric, the best mean in bold."""
     summaries = task.summaries(metric.name)
     digits, winners = decimals(summaries.values()), best(means(summaries), metric.better)
@@ -85,7 +84,7 @@ def scores(task: Task, metric: Metric) -> dict[Entry, Html]:
 
 
 def difference_text(difference: Difference, digits: int) -> list[Child]:
-    """The difference and its interval."""
+    """A mean difference to the MLE with its 95 % interval."""
     digits = difference_decimals(difference, digits)
     return [fixed(difference.mean, digits, True), " ", small(interval(difference, digits), "nowrap")]
 

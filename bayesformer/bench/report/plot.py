@@ -6,11 +6,17 @@ Marks carry CSS classes and never colours, so one figure serves light and dark p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from bayesformer.bench.report.markup import Html, short, tag
-from bayesformer.bench.report.scale import Scale, tick_label
+from bayesformer.bench.report.axis import Scale, tick_label
+from bayesformer.bench.report.markup import Html, render, short, tag
+
+TOLERANCE, LINE_GRID, AREA_GRID = 0.15, 0.5, 1.0
+"""How exact lines and the edges of areas are, in units of a chart: a screen shows one unit as one or two pixels."""
+LEADING_ZERO = re.compile(r"(?<![\d.])0\.")
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Plot:
     x_label: str = ""
     y_label: str = ""
     clip: bool = False  # cut marks at the frame
+    share: Callable[[Html], Html] = render  # a page's `Shared`: axes and common marks are then written once
     marks: list[Html] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -37,16 +44,16 @@ class Plot:
         return self.x(x) * self.inner_width, (1 - self.y(y)) * self.inner_height
 
     def line(self, xs: Sequence[float], ys: Sequence[float], class_: str = "stroke") -> None:
-        """A line, broken where a value is missing."""
-        d = "".join(_polyline(run) for run in _runs(self.at(x, y) for x, y in zip(xs, ys, strict=False)))
+        """A line through the points, broken where a value is not finite."""
+        d = "".join(_polyline(run, LINE_GRID) for run in _runs(self.at(x, y) for x, y in zip(xs, ys, strict=False)))
         self._path(d, class_)
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], class_: str = "soft") -> None:
         """The area between two curves, broken where either is missing."""
         pairs = [(self.at(x, a), self.at(x, b)) for x, a, b in zip(xs, lows, highs, strict=False)]
         runs = _runs((*low, *high) for low, high in pairs)
-        d = "".join(_polyline([p[:2] for p in run] + [p[2:] for p in reversed(run)]) + "z" for run in runs)
-        self._path(d, class_)
+        edges = [[p[:2] for p in run] + [p[2:] for p in reversed(run)] for run in runs]
+        self._path("".join(_polyline(edge, AREA_GRID) + "z" for edge in edges), class_)
 
     def histogram(self, edges: Sequence[float], heights: Sequence[float], class_: str, closed: bool) -> None:
         """A histogram's outline: closed down to zero to be filled, open to be drawn as a line."""
@@ -61,8 +68,28 @@ class Plot:
         if math.isfinite(px) and math.isfinite(py):
             self._path(marker(px, py, radius, shape), class_)
 
+    def points(
+        self, xs: Sequence[float], ys: Sequence[float], class_: str = "fill", *, radius: float | Sequence[float] = 3
+    ) -> None:
+        """Discs as one path, with one radius or one for each; those without a finite place are left out."""
+        if isinstance(radius, Sequence):
+            places = [(*self.at(x, y), r) for x, y, r in zip(xs, ys, radius, strict=False)]
+            self._path("".join(marker(*p) for p in places if all(map(math.isfinite, p))), class_)
+            return
+        dots = [self.at(x, y) for x, y in zip(xs, ys, strict=False)]  # lines of no length with round ends
+        d = "".join(f"M{short(x)} {short(y)}h0" for x, y in dots if math.isfinite(x) and math.isfinite(y))
+        if d:
+            self.marks.append(tag("path", class_=f"dots {class_}", stroke_width=2 * radius, d=compact(d)))
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """Marks that are added inside are the same in other charts of the page, and written once if it shares."""
+        start = len(self.marks)
+        yield
+        self.marks[start:] = [self.share(render(self.marks[start:]))]
+
     def text(self, px: float, py: float, content: str, class_: str = "") -> None:
-        """Words at a position of the plot area."""
+        """Text at a position of the plot area, in units of the chart."""
         self.marks.append(tag("text", content, x=px, y=py, class_=class_ or None))
 
     def _path(self, d: str, class_: str) -> None:
@@ -70,7 +97,7 @@ class Plot:
             self.marks.append(tag("path", class_=class_, d=d))
 
     def render(self, title: str) -> Html:
-        """The chart as an `<svg>` that says what it is to those who cannot see it."""
+        """The chart as an `<svg>` with `title` as its label for screen readers."""
         area = tag(
             "svg",
             self.marks,
@@ -82,8 +109,7 @@ class Plot:
         )
         return tag(
             "svg",
-            tag("title", title),
-            self._axes(),
+            self.share(render(self._axes())),
             area,
             class_="plot",
             role="img",
@@ -93,14 +119,15 @@ class Plot:
 
     def _axes(self) -> list[Html]:
         left, top, width, height = self.left, self.top, self.inner_width, self.inner_height
+        across = [top + (1 - self.y(tick)) * height for tick in self.y.ticks]
+        down = [left + self.x(tick) * width for tick in self.x.ticks]
+        grid = "".join(f"M{short(left)} {short(y)}h{short(width)}" for y in across)
+        grid += "".join(f"M{short(x)} {short(top)}v{short(height)}" for x in down)
         drawn = [tag("rect", class_="frame", x=left, y=top, width=width, height=height)]
-        for tick in self.y.ticks:
-            y = top + (1 - self.y(tick)) * height
-            drawn.append(tag("path", class_="grid", d=f"M{short(left)} {short(y)}h{short(width)}"))
+        drawn += [tag("path", class_="grid", d=grid)] if grid else []
+        for tick, y in zip(self.y.ticks, across, strict=True):
             drawn.append(tag("text", tick_label(tick), class_="end", x=left - 5, y=y + 3.5))
-        for tick in self.x.ticks:
-            x = left + self.x(tick) * width
-            drawn.append(tag("path", class_="grid", d=f"M{short(x)} {short(top)}v{short(height)}"))
+        for tick, x in zip(self.x.ticks, down, strict=True):
             # A label in the corner leans inwards, so that it does not leave the picture.
             lean = "end" if x > self.width - 14 else "middle"
             shift = 4 if lean == "end" else 0
@@ -124,18 +151,45 @@ def _runs(points: Iterable[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
     return [run for run in runs if run]
 
 
-def _polyline(points: Sequence[tuple[float, ...]]) -> str:
-    """A polyline in tenths of a unit, as differences: half the size of absolute coordinates."""
+def thinned(points: Sequence[tuple[float, ...]], tolerance: float = TOLERANCE) -> list[tuple[float, ...]]:
+    """The corners of a polyline that can be seen: the line without the others is at most `tolerance` from them.
+
+    Douglas & Peucker (1973): keep the corner furthest from the line between the ends if it is further away than that,
+    and do the same on both sides of it.
+    """
+    kept, spans = {0, len(points) - 1}, [(0, len(points) - 1)]
+    while spans:
+        first, last = spans.pop()
+        (x, y), (u, v) = points[first][:2], points[last][:2]
+        length = math.hypot(u - x, v - y)
+        furthest, corner = tolerance, None
+        for i in range(first + 1, last):
+            a, b = points[i][0] - x, points[i][1] - y
+            away = abs(a * (v - y) - b * (u - x)) / length if length > tolerance else math.hypot(a, b)
+            if away > furthest:
+                furthest, corner = away, i
+        if corner is not None:
+            kept.add(corner)
+            spans += [(first, corner), (corner, last)]
+    return [points[i] for i in sorted(kept)]
+
+
+def _polyline(points: Sequence[tuple[float, ...]], grid: float) -> str:
+    """A polyline with corners at multiples of `grid`, as differences: half the size of absolute coordinates."""
     # Far outside the frame only the direction matters; the bound keeps the file small and the numbers sane.
-    tenths = [tuple(round(10 * min(max(c, -5000), 5000)) for c in point) for point in points]
-    start, *rest = tenths
+    bounded = [tuple(min(max(c, -5000.0), 5000.0) for c in point) for point in points]
+    corners = [tuple(round(c / grid) * grid for c in point) for point in thinned(bounded)]
+    start, *rest = corners
     steps = " ".join(
-        f"{short((x - a) / 10)} {short((y - b) / 10)}"
-        for (a, b), (x, y) in zip(tenths, rest, strict=False)
-        if (x, y) != (a, b)
+        f"{short(x - a)} {short(y - b)}" for (a, b), (x, y) in zip(corners, rest, strict=False) if (x, y) != (a, b)
     )
-    d = f"M{short(start[0] / 10)} {short(start[1] / 10)}" + (f"l{steps}" if steps else "h0")
-    return d.replace(" -", "-")
+    d = f"M{short(start[0])} {short(start[1])}" + (f"l{steps}" if steps else "h0")
+    return compact(d)
+
+
+def compact(d: str) -> str:
+    """Path data without characters that it can do without: 0.5 as .5, and no space before a minus sign."""
+    return LEADING_ZERO.sub(".", d).replace(" -", "-")
 
 
 def marker(x: float, y: float, radius: float, shape: int = 0) -> str:
@@ -144,7 +198,7 @@ def marker(x: float, y: float, radius: float, shape: int = 0) -> str:
     match shape % 5:
         case 0:
             arc = f"a{short(r)} {short(r)} 0 1 0"
-            return f"M{short(x - r)} {short(y)}{arc} {short(2 * r)} 0{arc} {short(-2 * r)} 0"
+            return compact(f"M{short(x - r)} {short(y)}{arc} {short(2 * r)} 0{arc} {short(-2 * r)} 0")
         case 1:
             half = r * math.sqrt(math.pi) / 2
             corners = [(-half, -half), (half, -half), (half, half), (-half, half)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bayesformer.bench.report.data import Report, Task, metric_of
+from bayesformer.bench.report.data import Report, TaskResults, metric_of
 from bayesformer.bench.report.markup import Child, Html, short, tag
 from bayesformer.bench.report.parts import (
     cell,
@@ -29,8 +29,8 @@ SHOWN = (
 COLUMNS = 5  # most metrics, the gap to the oracle included
 
 
-def ranking(report: Report, task: Task) -> Html:
-    """The methods by rank."""
+def ranking(report: Report, task: TaskResults) -> Html:
+    """The table of a task's methods by rank, with their main scores."""
     shown = [m for m in map(metric_of, task.metrics) if m != task.primary and _family(m.name) in SHOWN]
     shown.sort(key=lambda m: SHOWN.index(_family(m.name)))
     room = COLUMNS - 1 - any(r.get("oracle") for r in task.results)  # the gap is a column, too
@@ -64,7 +64,7 @@ def _ranked_name(report: Report, standing: Standing) -> Html:
     return tag("div", rank, entry_name(report, standing.entry), failed, class_="ranked")
 
 
-def _comparison(report: Report, task: Task, standing: Standing, reach: float) -> list[Html]:
+def _comparison(report: Report, task: TaskResults, standing: Standing, reach: float) -> list[Html]:
     """The two cells that compare with the MLE: difference with its picture, and the verdict."""
     verdict, difference = standing.verdict, standing.difference
     if verdict == "baseline":
@@ -108,7 +108,7 @@ def _forest(difference: Difference, reach: float, lower_is_better: bool, style: 
     return tag("svg", marks, class_=f"forest plot {style}", viewBox=f"0 0 {width:g} 14", aria_hidden="true")
 
 
-def _gaps(task: Task) -> dict[Entry, Summary]:
+def _gaps(task: TaskResults) -> dict[Entry, Summary]:
     """Gap to the oracle, mean over seeds, with its standard error in place of a spread.
 
     Seeds share their test sequences, so errors are averaged over seeds and not shrunk by their number.

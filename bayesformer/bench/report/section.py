@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from bayesformer.bench.report.attention import attention
-from bayesformer.bench.report.cost import cost
-from bayesformer.bench.report.data import Report, Task, metric_of, unequal_settings
+from bayesformer.bench.report.attention_figure import attention
+from bayesformer.bench.report.cost_figure import cost
+from bayesformer.bench.report.data import Report, TaskResults, metric_of, unequal_settings
 from bayesformer.bench.report.examples import examples
 from bayesformer.bench.report.figures import bands, coverage, entropy, reliability
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import cell, details, entry_name, heading, row, scores, small, table
 from bayesformer.bench.report.ranking import ranking
-from bayesformer.bench.report.traces import traces
+from bayesformer.bench.report.trace_figure import traces
 from bayesformer.bench.report.wording import (
     SMALL,
     count,
@@ -27,7 +27,7 @@ from bayesformer.bench.report.wording import (
 )
 from bayesformer.bench.statistics import by_seed, part, summarise
 
-FIGURES: tuple[Callable[[Report, Task], Html | None], ...] = (
+FIGURES: tuple[Callable[[Report, TaskResults], Html | None], ...] = (
     reliability,
     coverage,
     entropy,
@@ -39,8 +39,8 @@ FIGURES: tuple[Callable[[Report, Task], Html | None], ...] = (
 """Drawn in this order where a task recorded what they need."""
 
 
-def section(report: Report, task: Task) -> Html:
-    """Everything about one task."""
+def section(report: Report, task: TaskResults) -> Html:
+    """The section of one task: an answer in words, tables and figures."""
     return tag(
         "section",
         tag("h2", task.name),
@@ -57,8 +57,8 @@ def section(report: Report, task: Task) -> Html:
     )
 
 
-def _answer(task: Task) -> str:
-    """One sentence, whichever way it went."""
+def _answer(task: TaskResults) -> str:
+    """One sentence on the best method and whether it beats the MLE."""
     if not task.winners:
         return "No method has a ranked score on this task."
     names = listing([s.entry.label for s in task.winners])
@@ -77,7 +77,7 @@ def _answer(task: Task) -> str:
     }.get(task.outcome, f"{first}, but its advantage over the MLE cannot be told from seed noise{few}.")
 
 
-def _under_ranking(report: Report, task: Task) -> str:
+def _under_ranking(report: Report, task: TaskResults) -> str:
     words = [spread([task])]
     if task.baseline and task.compared:
         which = f" ({task.baseline.variant})" if task.baseline.variant else ""
@@ -99,18 +99,18 @@ def _under_ranking(report: Report, task: Task) -> str:
     return " ".join(words)
 
 
-def _full_metrics(report: Report, task: Task) -> Html:
+def _full_metrics(report: Report, task: TaskResults) -> Html:
     rows = []
     for metric in map(metric_of, task.metrics):
         about = small(metric.help, "help") if metric.help else None
         cells = scores(task, metric)
-        rows.append(row([heading(metric), about], [cells[e] for e in task.order]))
+        rows.append(row([heading(metric, explained=True), about], [cells[e] for e in task.order]))
     head = ["Metric", *(entry_name(report, e) for e in task.order)]
     return details(f"All {count(len(rows), 'metric')}", table(f"{task.name}: all metrics", head, rows, "full"))
 
 
-def _per_seed(report: Report, task: Task) -> Html:
-    """The raw material of the tests."""
+def _per_seed(report: Report, task: TaskResults) -> Html:
+    """The primary metric of every single run, which the tests are computed from."""
     seeds = sorted({int(r["seed"]) for r in task.results})
     digits = score_decimals(task)
     rows = []
@@ -121,12 +121,16 @@ def _per_seed(report: Report, task: Task) -> Html:
     return details("Every run", table(caption, ["Method", *(f"Seed {s}" for s in seeds)], rows, "seeds"))
 
 
-def _settings(task: Task) -> Html | None:
-    """Every setting of the first run of each method, as recorded."""
-    texts = {
-        e.label: json.dumps(runs[0]["settings"], indent=1, ensure_ascii=False, default=str)
-        for e, runs in task.groups.items()
-        if runs[0].get("settings")
-    }
-    blocks = [(tag("h3", label), tag("pre", text, tabindex="0")) for label, text in texts.items()]
+def _settings(task: TaskResults) -> Html | None:
+    """Every setting of the first run of each method, as recorded; what all of them share stands once."""
+    found = {e.label: part(runs[0], "settings") for e, runs in task.groups.items() if runs[0].get("settings")}
+    several = list(found.values())
+    shared = {k: v for k, v in several[0].items() if all(s.get(k) == v for s in several)} if len(several) > 1 else {}
+    texts = {"All methods": shared} if shared else {}
+    texts |= {label: {k: v for k, v in settings.items() if k not in shared} for label, settings in found.items()}
+    blocks = [(tag("h3", label), tag("pre", _json(values), tabindex="0")) for label, values in texts.items() if values]
     return details("Settings", blocks) if blocks else None
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, default=str)

@@ -17,7 +17,7 @@ FONT = "svg{font-family:system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-ser
 
 
 class Key(NamedTuple):
-    """What a colour and a marker mean."""
+    """One line of a key: the meaning of a colour and a marker."""
 
     label: str
     style: str  # CSS class that sets --c

@@ -6,7 +6,7 @@ from bayesformer.bench.report.colours import colour_sheet
 
 
 def sheet() -> str:
-    """The whole style sheet."""
+    """The CSS of the page: colours, marks of charts and layout."""
     return colour_sheet() + MARKS + CSS
 
 
@@ -38,6 +38,7 @@ MARKS = """
 .fill,.soft,.softer{fill:var(--c)}
 .soft{opacity:.2}.softer{opacity:.36}
 .inkfill{fill:var(--ink)}
+.dots{stroke:var(--c);stroke-linecap:round}.dots.inkfill{stroke:var(--ink)}
 """
 
 CSS = """
@@ -91,7 +92,8 @@ th,td{text-align:left;vertical-align:top;padding:.55rem 1rem .55rem 0;border-bot
 font-weight:400}
 thead th{vertical-align:bottom;border-bottom-color:var(--faint);min-width:5rem}
 tbody th,thead th:first-child{position:sticky;left:0;z-index:1;background:var(--bg);min-width:7rem}
-td.n,.nowrap{white-space:nowrap}
+td,.nowrap{white-space:nowrap}
+.words,.names{white-space:normal}
 .variant,.help,.failed,.times{display:block;font-weight:400}
 .help{max-width:24rem;line-height:1.35}
 .full tbody th{min-width:10rem}
@@ -101,7 +103,8 @@ td.n,.nowrap{white-space:nowrap}
 .entry,.entry>span,.panel{min-width:0}
 th .entry,td .entry,th .entry>span,td .entry>span{min-width:auto}
 .names .entry{display:flex}
-.swatch{width:.7em;height:.7em;flex:none}
+.shared{position:absolute;width:0;height:0}
+.swatch{width:10px;height:10px;flex:none}
 .ranked{display:grid;grid-template-columns:1.55rem auto;align-items:baseline;justify-content:start}
 .ranked .failed{grid-column:2}
 .ranking .baseline>*{background:var(--panel)}

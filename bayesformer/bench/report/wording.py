@@ -1,4 +1,4 @@
-"""Numbers and verdicts in words."""
+"""Numbers and verdicts as text for readers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from bayesformer.bench.report.data import Task
+from bayesformer.bench.report.data import TaskResults
 from bayesformer.bench.statistics import Difference, Standing, Summary, Verdict
 
 DASH = "–"  # what a missing number looks like
@@ -36,8 +36,8 @@ def decimals(summaries: Iterable[Summary | None]) -> int:
     return min(max(wanted, 3 if largest < 1e-2 else 0), 6 if largest < 1e-2 else 4)
 
 
-def score_decimals(task: Task) -> int:
-    """Decimals of the metric that ranks."""
+def score_decimals(task: TaskResults) -> int:
+    """The number of decimals for a task's primary metric."""
     return decimals(s.summary for s in task.standings)
 
 
@@ -51,19 +51,19 @@ def _exponent(value: float) -> int:
 
 
 def interval(difference: Difference, digits: int) -> str:
-    """The 95 % interval of a difference."""
+    """The 95 % interval of a difference as text, or [n/a]."""
     if difference.low is None:
         return "[n/a]"
     return f"[{fixed(difference.low, digits, True)}, {fixed(difference.high, digits, True)}]"
 
 
 def p_text(p: float) -> str:
-    """A p value, not more exact than it is."""
+    """A p value as text with at most three decimals."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
 
 
 def listing(items: Sequence[str], most: int = 12) -> str:
-    """a, b and c; a long list is cut with the number left out."""
+    """The items as "a, b and c"; of a long list the first `most` and how many more there are."""
     shown = list(items[:most])
     if len(items) > most:
         return ", ".join(shown) + f" and {len(items) - most} more"
@@ -71,19 +71,19 @@ def listing(items: Sequence[str], most: int = 12) -> str:
 
 
 def count(n: int, word: str) -> str:
-    """1 run, 2 runs."""
+    """A number with its noun in singular or plural: "1 run", "2 runs"."""
     return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """A time in seconds, minutes or hours as text."""
     if seconds < 90:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.3g} h"
 
 
-def spread(tasks: Iterable[Task]) -> str:
-    """What ± means here, with the number of seeds."""
+def spread(tasks: Iterable[TaskResults]) -> str:
+    """A sentence that explains ±, with the number of training seeds."""
     counts = sorted({len(runs) for task in tasks for runs in task.groups.values()})
     if counts[-1] == 1:
         return "One training seed: no spread can be given."
@@ -92,7 +92,7 @@ def spread(tasks: Iterable[Task]) -> str:
 
 
 def why_untested(standing: Standing) -> str:
-    """Why there is no p value."""
+    """The reason why an entry has no p value, in words."""
     if standing.difference is None:
         return "no seed in common with the MLE"
     return "only one seed" if standing.difference.n < 2 else "all seeds differ by the same amount"

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from bayesformer.bench.tasks.digits import DigitsVit
-from bayesformer.bench.tasks.graph import CitationGraph
-from bayesformer.bench.tasks.imdb import ImdbReviews
+from bayesformer.bench.tasks.citation_graph import CitationGraph
+from bayesformer.bench.tasks.digits_vit import DigitsVit
+from bayesformer.bench.tasks.movie_reviews import ImdbReviews
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
-from bayesformer.bench.tasks.regression import TabularRegression
-from bayesformer.bench.tasks.toy import ToySeries
+from bayesformer.bench.tasks.tabular_regression import TabularRegression
+from bayesformer.bench.tasks.toy_series import ToySeries
 from bayesformer.datasets import toy
 
 __all__ = [
@@ -43,5 +43,5 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def describe(name: str) -> str:
-    """One line about a task."""
+    """The one-line description of the task of this name."""
     return TASKS[name]().description

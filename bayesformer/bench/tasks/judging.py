@@ -1,4 +1,4 @@
-"""How classifiers and regressors are judged, whatever the task."""
+"""Scores of classifiers and regressors that all tasks share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 
 
 def classification_evaluation(predictive: Predictive, test: Data, outsiders: Mapping[str, Predictive]) -> Evaluation:
-    """Everything a classifier is judged by, outsiders included."""
+    """All scores of a classifier: on the test data, and how well its entropy detects each set of outsiders."""
     assert isinstance(predictive, CategoricalPredictive)
     metrics = evaluate.classification(predictive, test.targets, test.mask)
     metrics |= _detected(predictive, outsiders, len(predictive.log_probs))
@@ -32,7 +32,7 @@ def classification_evaluation(predictive: Predictive, test: Data, outsiders: Map
 def regression_evaluation(
     predictive: Predictive, test: Data, truth: GaussianMixture | None, outsiders: Mapping[str, Predictive]
 ) -> Evaluation:
-    """Everything a regressor is judged by: outsiders, and the gap to the true law of the targets where it is known."""
+    """All scores of a regressor: on the test data, on outsiders, and the gap to the true law where that is known."""
     assert isinstance(predictive, GaussianPredictive)
     metrics = evaluate.regression(predictive, test.targets, test.mask)
     metrics |= _detected(predictive, outsiders, len(predictive.means))
@@ -93,5 +93,5 @@ def _examples(predictive: CategoricalPredictive, test: Data, count: int = 8) -> 
 
 
 def rounded(values: Tensor) -> Any:
-    """Numbers for a figure: four decimals are more than it shows."""
+    """The values rounded to four decimals, more than a figure shows, as nested lists."""
     return torch.round(values.detach().double().cpu(), decimals=4).tolist()

@@ -1,4 +1,4 @@
-"""What the runner needs of a task, and what a task gives it."""
+"""The interface between the runner and a task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ask: TypeAlias = Callable[[Inputs], Predictive]
 
 
 class TaskData(NamedTuple):
-    """What a task trains and is judged on."""
+    """The data of a task: three disjoint sets, and inputs unlike the training data."""
 
     train: Data
     validation: Data
@@ -29,7 +29,7 @@ class TaskData(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """A posterior judged: numbers, the distance to the truth where it is known, and data for figures."""
+    """Scores of a posterior on a task, its gap to the true process where that is known, and data for figures."""
 
     metrics: dict[str, float]
     gap: Gap | None
@@ -45,12 +45,12 @@ class Task(Protocol):
 
     @property
     def description(self) -> str:
-        """One line."""
+        """One line about the task, shown by `bayesformer list` and on the report page."""
         return summary(type(self))
 
     @property
     def training(self) -> Training:
-        """Default training of every method on this task."""
+        """The default `Training` of every method on this task."""
         ...
 
     def load(self) -> TaskData:
@@ -58,17 +58,17 @@ class Task(Protocol):
         ...
 
     def model(self) -> nn.Module:
-        """A fresh model."""
+        """A new model with freshly drawn weights."""
         ...
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
-        """Judge a posterior, asked through `ask(inputs)`."""
+        """Score a posterior on the test data; `ask(inputs)` returns its predictive."""
         ...
 
     def inputs(self, rows: Tensor) -> Inputs:
-        """Model inputs from raw rows of a data file."""
+        """Inputs of the model from the rows of a data file, (N, ...)."""
         ...
 
     def answer(self, predictive: Predictive) -> Predictive:
-        """A prediction in the units of the data file."""
+        """The predictive in the units of the data file, for those who asked."""
         return predictive

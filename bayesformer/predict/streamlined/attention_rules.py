@@ -214,11 +214,17 @@ def scaled_dot_product_attention(
     rate = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     uncertain = isinstance(q, Uncertain) or isinstance(k, Uncertain)
     if x.settings.queries_keys == "first_order" and uncertain:
-        logits = torch.matmul(q * rate, k.transpose(-2, -1))
-        a = torch.softmax(_masked(logits, attn_mask, is_causal), -1)
-        return torch.matmul(a, v)
-    a = torch.softmax(_masked(mean_of(q) * rate @ mean_of(k).transpose(-2, -1), attn_mask, is_causal), -1)
+        logits = _masked(torch.matmul(q * rate, k.transpose(-2, -1)), attn_mask, is_causal)
+        nothing = (logits.m == -math.inf).all(-1, keepdim=True)
+        a = torch.softmax(logits.masked_fill(nothing, 0.0), -1)
+        return torch.matmul(a.masked_fill(nothing, 0.0), v)
+    a = _weights(_masked(mean_of(q) * rate @ mean_of(k).transpose(-2, -1), attn_mask, is_causal))
     return mixed(a, v) if isinstance(v, Uncertain) else a @ v
+
+
+def _weights(logits: Tensor) -> Tensor:
+    """Softmax over keys, and 0 for a query that may attend to none (padding outside a window), as in torch's kernel."""
+    return torch.softmax(logits, -1).masked_fill((logits == -math.inf).all(-1, keepdim=True), 0.0)
 
 
 def _masked(logits: Any, mask: Tensor | None, causal: bool) -> Any:

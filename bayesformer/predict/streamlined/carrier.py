@@ -18,7 +18,7 @@ from torch import Tensor
 from bayesformer.predict.streamlined.options import Settings
 
 Rule: TypeAlias = Callable[..., Any]
-Spread: TypeAlias = Tensor | Callable[[], Tensor]
+LazySpread: TypeAlias = Tensor | Callable[[], Tensor]
 R = TypeVar("R", bound=Rule)
 
 RULES: dict[Any, Rule] = {}
@@ -43,7 +43,7 @@ class NoRuleError(NotImplementedError):
 
 
 @dataclass
-class Run:
+class PassContext:
     """What the uncertain tensors of one predictor share: its settings, and squares of weights that do not change."""
 
     settings: Settings
@@ -69,35 +69,35 @@ class Uncertain(Tensor):
 
     m: Tensor
     """mean"""
-    run: Run
+    context: PassContext
     origin: Any
     """the affine map this is the output of, where that is known (`linear.Affine`)"""
     structure: Any
-    """how a weight matrix is correlated, where it is (`structure.Structure`)"""
+    """how a weight matrix is correlated, where it is (`structure.WeightCovariance`)"""
     turned: bool
     """whether the structure is that of the transposed matrix"""
     gate: Any
     """for an element-wise function of an affine map: that map and the slope"""
     scores: bool
     """whether this is a product of two uncertain tensors, as attention logits are"""
-    _v: Spread
+    _v: LazySpread
 
     @staticmethod
-    def __new__(cls: type[Uncertain], m: Tensor, v: Spread, run: Run) -> Uncertain:
+    def __new__(cls: type[Uncertain], m: Tensor, v: LazySpread, context: PassContext) -> Uncertain:
         """Without storage of its own: a kernel that got hold of it could only fail, never drop the spread."""
         found: Uncertain = torch.Tensor._make_wrapper_subclass(cls, m.shape, dtype=m.dtype, device=m.device)
-        found.m, found._v, found.run = m, v, run
+        found.m, found._v, found.context = m, v, context
         found.origin = found.structure = found.gate = None
         found.turned = found.scores = False
         return found
 
-    def __init__(self, m: Tensor, v: Spread, run: Run) -> None:
+    def __init__(self, m: Tensor, v: LazySpread, context: PassContext) -> None:
         pass
 
     @property
     def settings(self) -> Settings:
         """Of the pass."""
-        return self.run.settings
+        return self.context.settings
 
     @property
     def v(self) -> Tensor:
@@ -126,9 +126,9 @@ class Uncertain(Tensor):
         """Whether the spread was computed."""
         return isinstance(self._v, Tensor)
 
-    def like(self, m: Tensor, v: Spread) -> Uncertain:
+    def like(self, m: Tensor, v: LazySpread) -> Uncertain:
         """Another tensor of the same pass."""
-        return Uncertain(m, v, self.run)
+        return Uncertain(m, v, self.context)
 
     def become(self, other: Uncertain) -> Uncertain:
         """Take over the moments of another, as in-place functions do."""
@@ -195,7 +195,7 @@ def first_uncertain(*values: Any) -> Uncertain:
     return next(x for x in values if isinstance(x, Uncertain))
 
 
-def then(x: Uncertain, function: Callable[[Tensor], Tensor]) -> Spread:
+def then(x: Uncertain, function: Callable[[Tensor], Tensor]) -> LazySpread:
     """A function of the spread: at once where it is known, else when it is needed."""
     if isinstance(x._v, Tensor):
         return function(x._v)

@@ -32,9 +32,9 @@ def _register() -> None:
 
 
 def _convolved(function: Any, x: Any, w: Any, b: Any, *args: Any, **kwargs: Any) -> Uncertain:
-    run = first_uncertain(x, w, b).run
+    context = first_uncertain(x, w, b).context
     m = function(mean_of(x), mean_of(w), mean_of(b), *args, **kwargs)
-    return Uncertain(m, lambda: _spread(function, x, w, b, m, *args, **kwargs), run)
+    return Uncertain(m, lambda: _spread(function, x, w, b, m, *args, **kwargs), context)
 
 
 def _spread(function: Any, x: Any, w: Any, b: Any, m: Tensor, *args: Any, **kwargs: Any) -> Tensor:

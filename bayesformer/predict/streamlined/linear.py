@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.carrier import Run, Uncertain, first_uncertain, mean_of, rule
-from bayesformer.predict.streamlined.structure import Independent, Structure, with_one
+from bayesformer.predict.streamlined.carrier import PassContext, Uncertain, first_uncertain, mean_of, rule
+from bayesformer.predict.streamlined.structure import Independent, WeightCovariance, with_one
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Affine:
     x: Any  # (..., in)
     w: Any  # (out, in)
     b: Any  # (out,)
-    run: Run
+    context: PassContext
     moves: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def rows(self, index: slice) -> Affine:
@@ -48,25 +48,25 @@ class Affine:
         return h
 
     @property
-    def structure(self) -> Structure | None:
+    def structure(self) -> WeightCovariance | None:
         """How W varies, or None where it is known."""
         return structure_of(self.w) if isinstance(self.w, Uncertain) else None
 
     def spread(self) -> Tensor:
         """S_h, or its diagonal."""
-        return self._covariance() if self.run.settings.propagate == "full" else self._variance()
+        return self._covariance() if self.context.settings.propagate == "full" else self._variance()
 
     def _variance(self) -> Tensor:
         m, v = mean_of(self.x), self.x.s if isinstance(self.x, Uncertain) else None
         own = self.b.s if isinstance(self.b, Uncertain) else None
         if not isinstance(self.w, Uncertain):
-            return _plus(None if v is None else F.linear(v, self.run.square(self.w)), own, mean_of(self.w), m)
+            return _plus(None if v is None else F.linear(v, self.context.square(self.w)), own, mean_of(self.w), m)
         if self.w.structure is None:  # the two products of independent weights, in as few passes as there are
             found = F.linear(m * m, self.w.s, own)
             return found if v is None else _add_product(found, v, second_moment(self.w))
         found = self.weight_noise(m, v)
         if v is not None:
-            found = found + F.linear(v, self.run.square(self.w.m))
+            found = found + F.linear(v, self.context.square(self.w.m))
         return found if own is None or structure_of(self.w).with_bias else found + own
 
     def _covariance(self) -> Tensor:
@@ -87,17 +87,17 @@ class Affine:
         structure = structure_of(self.w)
         if structure.with_bias:
             m, v = with_one(m, v)
-        full = self.run.settings.propagate == "full"
+        full = self.context.settings.propagate == "full"
         return structure.covariance(m, v) if full else structure.variance(m, v)
 
 
 @rule(F.linear)
 def linear(input: Any, weight: Any, bias: Any = None) -> Uncertain:
     """An affine map; its spread waits until it is asked for."""
-    run = first_uncertain(input, weight, bias).run
+    context = first_uncertain(input, weight, bias).context
     h = F.linear(mean_of(input), mean_of(weight), mean_of(bias))
-    map_ = Affine(input, weight, bias, run)
-    found = Uncertain(h, map_.spread, run)
+    map_ = Affine(input, weight, bias, context)
+    found = Uncertain(h, map_.spread, context)
     found.origin = map_
     return found
 
@@ -136,7 +136,7 @@ def rows_of(w: Any, index: slice) -> Any:
     return found
 
 
-def structure_of(w: Uncertain) -> Structure:
+def structure_of(w: Uncertain) -> WeightCovariance:
     """How a weight varies, in the orientation it has now."""
     if w.structure is None:
         return Independent(w.s)

@@ -32,6 +32,7 @@ RMS_NORMS = (
     "Phi3RMSNorm",
     "T5LayerNorm",
 )
+SHIFTED_RMS_NORMS = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")  # whose gain is 1 + weight
 
 
 def module_rule(*kinds: type[nn.Module] | str) -> Callable[[F], F]:
@@ -54,6 +55,8 @@ def find_rule(module: nn.Module) -> Callable[..., Any] | None:
         return activation
     if kind.__module__.startswith("transformers.") and kind.__name__ in RMS_NORMS:
         return hugging_face_rms_norm
+    if kind.__module__.startswith("transformers.") and kind.__name__ in SHIFTED_RMS_NORMS:
+        return gemma_rms_norm
     return None
 
 
@@ -68,6 +71,13 @@ def hugging_face_rms_norm(module: Any, x: Any) -> Any:
     if not isinstance(x, Uncertain) and not isinstance(module.weight, Uncertain):
         return type(module).forward(module, x)
     return rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
+
+
+def gemma_rms_norm(module: Any, x: Any) -> Any:
+    """Gemma's RMSNorm, whose gain is 1 + weight."""
+    if not isinstance(x, Uncertain) and not isinstance(module.weight, Uncertain):
+        return type(module).forward(module, x)
+    return rms_norm(x, (x.shape[-1],), module.weight + 1, module.eps)
 
 
 @contextmanager

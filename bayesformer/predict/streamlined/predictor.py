@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bayesformer.core.types import GaussianOutputs, Inputs
-from bayesformer.data.inputs import check_inputs, first_tensor, map_inputs
+from bayesformer.core.types import GaussianOutputs, Inputs, Params
+from bayesformer.data.inputs import map_inputs
 from bayesformer.laws import Law
-from bayesformer.network import Layout, select_output, split_inputs
-from bayesformer.predict.linearised import linearised_outputs
-from bayesformer.predict.streamlined.carrier import Run, Uncertain
+from bayesformer.model.calling import select_output, split_inputs
+from bayesformer.model.space import Space
+from bayesformer.predict.joining import join_outputs
+from bayesformer.predict.linearised import Linearised
+from bayesformer.predict.streamlined.carrier import PassContext, Uncertain
 from bayesformer.predict.streamlined.modules import standing_in
 from bayesformer.predict.streamlined.options import Settings
 from bayesformer.predict.streamlined.parameters import uncertain_parameters
-
-BATCH = 256
+from bayesformer.predict.streamlined.refusals import refuse_attention
 
 
 class Streamlined:
-    """A model with a Gaussian over its weights, prepared once: squares of weights are kept between batches.
+    """A module with a Gaussian over its weights, prepared once: squares of weights are kept between batches.
 
-    The model is run as it is. Its parameters are swapped for uncertain ones during a call and put back after it.
+    The module is run as it is, by one thread at a time. Its parameters are swapped for uncertain ones during a call and
+    put back after it. Everything is computed in the precision of the weights' vector: frozen weights and buffers in
+    half precision are used as float32 copies.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, weights: Law, settings: Settings | None = None) -> None:
-        if weights.size != layout.size:
-            raise ValueError(f"weights must have {layout.size} numbers for this model; got {weights.size}.")
-        self.model, self.layout = model, layout
-        self.run = Run(settings or Settings())
-        if self.run.settings.mode != "streamlined":
+    def __init__(self, module: nn.Module, space: Space, law: Law, settings: Settings | None = None) -> None:
+        if law.size != space.size:
+            raise ValueError(f"law must have {space.size} numbers for this model; got {law.size}.")
+        self.module, self.space = module, space
+        self.context = PassContext(settings or Settings())
+        if self.context.settings.mode != "streamlined":
             raise ValueError(
-                f"mode={self.run.settings.mode!r} has no uncertain tensors; call streamlined_outputs for its results."
+                f"mode={self.context.settings.mode!r} has no uncertain tensors; call streamlined_outputs for it."
             )
-        self.parameters = uncertain_parameters(layout, weights, self.run)
+        refuse_attention(module)
+        self.parameters = uncertain_parameters(space, law, self.context)
+        self.state = {**_widened(module, space), **{name: value[0] for name, value in law.buffers.items()}}
         plain = [p for p in self.parameters.values() if not isinstance(p, Uncertain)]
-        self.run.fixed = {id(p): p for p in [*plain, *model.parameters()]}
-        self.buffers = {name: value[0] for name, value in weights.buffers.items()}
+        self.context.fixed = {id(p): p for p in [*plain, *self.state.values(), *module.parameters()]}
 
     def __call__(self, inputs: Inputs) -> GaussianOutputs:
         """The outputs on one batch, differentiable where gradients are enabled. Inputs may be `Uncertain`."""
@@ -49,37 +52,37 @@ class Streamlined:
 
     def carry(self, inputs: Inputs, parameters: Mapping[str, Tensor]) -> Any:
         """The model's output on one batch with these parameters: uncertain where anything is."""
-        _check_eval(self.model)
-        args, kwargs = split_inputs(inputs)
-        with standing_in(self.model):
-            return select_output(functional_call(self.model, {**parameters, **self.buffers}, args, kwargs))
+        _check_eval(self.module)
+        args, kwargs = split_inputs(map_inputs(inputs, self._wide))
+        with standing_in(self.module):
+            return select_output(functional_call(self.module, {**self.state, **parameters}, args, kwargs))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        half = not isinstance(x, Uncertain) and x.dtype in (torch.bfloat16, torch.float16)
+        return x.to(self.space.dtype) if half else x
 
 
 def streamlined_outputs(
-    model: nn.Module,
-    layout: Layout,
-    weights: Law,
-    inputs: Inputs,
+    module: nn.Module,
+    space: Space,
+    law: Law,
+    batches: Iterable[Inputs],
     settings: Settings | None = None,
-    batch_size: int = BATCH,
+    num_data: int | None = None,
 ) -> GaussianOutputs:
-    """Mean and variance (or covariance) of the outputs under a Gaussian over the weights.
+    """Mean and variance (or covariance) of the outputs under a Gaussian over the weights, batch by batch.
 
     Li, Klasson, Solin & Trapp (2025), "Streamlining prediction in Bayesian deep learning": exact moments of
     Gaussian weights times Gaussian activations, first order at every other function. See `Settings` for what is kept.
+    `module` holds the mean of the weights, in eval mode, and is used by this thread alone.
     """
-    check_inputs(inputs, "inputs")
     settings = settings or Settings()
+    _check_eval(module)
     if settings.mode == "correlated":
-        return _correlated(model, layout, weights, inputs, batch_size)
-    predictor = Streamlined(model, layout, weights, settings)
+        return Linearised(module, space, law).over(batches, num_data)
+    predictor = Streamlined(module, space, law, settings)
     with torch.no_grad():
-        count = len(first_tensor(inputs))
-        parts = [
-            predictor(map_inputs(inputs, lambda x, a=start: x[a : a + batch_size]))
-            for start in range(0, count, batch_size)
-        ]
-    return join(parts)
+        return join_outputs((predictor(inputs) for inputs in batches), num_data)
 
 
 def as_outputs(output: Any) -> GaussianOutputs:
@@ -93,29 +96,13 @@ def as_outputs(output: Any) -> GaussianOutputs:
     return GaussianOutputs.of(output.m, symmetric.expand(*output.m.shape, v.shape[-1]))
 
 
-def join(parts: list[GaussianOutputs]) -> GaussianOutputs:
-    """Batches end to end."""
-    factors = [part.factor for part in parts if part.factor is not None]
-    return GaussianOutputs(
-        torch.cat([part.mean for part in parts]),
-        torch.cat([part.diagonal for part in parts]),
-        torch.cat(factors) if factors else None,
-    )
+def _widened(module: nn.Module, space: Space) -> Params:
+    """Frozen weights and buffers of half precision in that of the weights' vector, by name."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    halves = (torch.bfloat16, torch.float16)
+    return {name: t.detach().to(space.dtype) for name, t in named if t.dtype in halves and name not in space.names}
 
 
-def _correlated(model: nn.Module, layout: Layout, weights: Law, inputs: Inputs, batch_size: int) -> GaussianOutputs:
-    """Every correlation to first order: the Jacobian of the whole network instead of one rule after another."""
-    _check_eval(model)
-    means = layout.views(weights.mean)
-    own = dict(model.named_parameters())
-    if weights.buffers or not all(torch.equal(own[name], mean) for name, mean in means.items()):
-        model = copy.deepcopy(model)
-        state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, value in {**means, **{name: rows[0] for name, rows in weights.buffers.items()}}.items():
-            state[name].data.copy_(value)
-    return linearised_outputs(model, layout, weights, inputs, batch_size)
-
-
-def _check_eval(model: nn.Module) -> None:
-    if model.training:
+def _check_eval(module: nn.Module) -> None:
+    if module.training:
         raise ValueError("model must be in evaluation mode for a streamlined pass: call model.eval().")

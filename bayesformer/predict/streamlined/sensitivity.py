@@ -8,7 +8,7 @@ from torch import Tensor
 from bayesformer.core.types import Inputs
 from bayesformer.predict.streamlined.carrier import Uncertain
 from bayesformer.predict.streamlined.predictor import Streamlined, as_outputs
-from bayesformer.predict.streamlined.structure import Scaled
+from bayesformer.predict.streamlined.structure import ScaledCovariance
 
 
 def input_sensitivity(predictor: Streamlined, inputs: Tensor, outputs: Tensor | int | None = None) -> Tensor:
@@ -21,7 +21,7 @@ def input_sensitivity(predictor: Streamlined, inputs: Tensor, outputs: Tensor | 
         raise ValueError("inputs must be one tensor of real numbers to have a sensitivity.")
     with torch.enable_grad():
         r = torch.zeros_like(inputs, requires_grad=True)
-        noisy = Uncertain(inputs.detach(), r, predictor.run)
+        noisy = Uncertain(inputs.detach(), r, predictor.context)
         variance = variance_of(predictor.carry(noisy, predictor.parameters))
         (found,) = torch.autograd.grad(_picked(variance, outputs).sum(), r)
     return found
@@ -48,7 +48,7 @@ def layer_shares(predictor: Streamlined, inputs: Inputs) -> dict[str, float]:
 def _scaled(value: Uncertain, c: Tensor) -> Uncertain:
     found = value.like(value.m, value.v * c)
     if value.structure is not None:
-        found.structure, found.turned = Scaled(value.structure, c), value.turned
+        found.structure, found.turned = ScaledCovariance(value.structure, c), value.turned
     return found
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from bayesformer.laws import Kronecker
 
 
-class Structure(Protocol):
+class WeightCovariance(Protocol):
     """Covariance of a weight matrix."""
 
     @property
@@ -38,11 +38,11 @@ class Structure(Protocol):
         """(..., out, out)."""
         ...
 
-    def rows(self, index: slice) -> Structure:
+    def rows(self, index: slice) -> WeightCovariance:
         """Of some rows of W: one projection of a packed weight."""
         ...
 
-    def transposed(self) -> Structure:
+    def transposed(self) -> WeightCovariance:
         """Of Wᵀ."""
         ...
 
@@ -177,10 +177,10 @@ class Complete:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledCovariance:
     """Another structure with all its covariances times c."""
 
-    inner: Structure
+    inner: WeightCovariance
     c: Tensor  # ()
 
     @property
@@ -196,13 +196,13 @@ class Scaled:
         """c times the other's."""
         return self.c * self.inner.covariance(m, v)
 
-    def rows(self, index: slice) -> Scaled:
+    def rows(self, index: slice) -> ScaledCovariance:
         """Of some rows."""
-        return Scaled(self.inner.rows(index), self.c)
+        return ScaledCovariance(self.inner.rows(index), self.c)
 
-    def transposed(self) -> Scaled:
+    def transposed(self) -> ScaledCovariance:
         """Of the transposed matrix."""
-        return Scaled(self.inner.transposed(), self.c)
+        return ScaledCovariance(self.inner.transposed(), self.c)
 
 
 def _second_moment(m: Tensor, v: Tensor | None) -> Tensor:

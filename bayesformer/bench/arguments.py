@@ -1,0 +1,174 @@
+"""The verbs of the command line with their options and help texts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bayesformer.version import __version__
+
+EPILOG = """\
+examples:
+  bayesformer demo
+      every first method on the five toy series and on handwritten digits, in a few minutes
+  bayesformer run 'toy/*' --methods mle,ensemble --seeds 5 --workers 2
+      the cells that are missing in runs/; call it again to resume or extend
+  bayesformer run digits --methods mle,map --set map.prior="normal(0, 0.3)" --set training.epochs=40
+  bayesformer report runs/ --output report.html
+  bayesformer predict runs/posteriors/digits/ensemble-1a2b3c4d/seed0 pixels.csv
+  bayesformer study cost runs/
+  bayesformer results pack runs/
+      a file per cell becomes one file of lines, runs/runs.jsonl; every command reads both
+  bayesformer list
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line, with all verbs and their options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    main_parser = argparse.ArgumentParser(
+        prog="bayesformer",
+        description="Makes transformers Bayesian and shows whether that helped.",
+        epilog=EPILOG,
+        formatter_class=raw,
+    )
+    main_parser.add_argument("--version", action="version", version=f"bayesformer {__version__}")
+    verbs = main_parser.add_subparsers(dest="verb", metavar="verb", required=True)
+
+    demo = verbs.add_parser(
+        "demo",
+        help="compare the first methods on small data, and write a report page",
+        description="Trains MLE, MAP, a deep ensemble and MC dropout on the five toy series and on scikit-learn's "
+        "handwritten digits, with shorter training and fewer members than a benchmark would use; prints a table "
+        "and writes a self-contained report page. Call it again to resume.",
+    )
+    demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for results and page (demo/)")
+    demo.add_argument("--seeds", type=int, default=2, help="training seeds (2)")
+    _add_workers(demo, None)
+
+    run = verbs.add_parser(
+        "run",
+        help="run the missing cells of a comparison",
+        description="Runs every cell (task, method, seed) that has no result yet. Each result is one JSON line in "
+        "a file of its own; an interrupted run resumes when called again, and no finished result is lost.",
+        epilog="A configuration file is TOML:\n\n"
+        '  tasks = ["toy/*", "digits"]\n  methods = ["mle", "ensemble"]\n  seeds = 5\n\n'
+        "  [training]\n  epochs = 60\n\n  [ensemble]\n  members = 5\n\n"
+        '  ["toy/m1"]\n  test = 1000\n  training = {epochs = 30}\n\n'
+        "A method may also be a table with settings of its own; lists make one variant per value, {task} stands for "
+        "the end of\nthe task's name:\n\n"
+        '  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1, tasks = "toy/*"}]\n\n'
+        "Options on the command line win over the file. `bayesformer list --settings` "
+        "names every setting.",
+        formatter_class=raw,
+    )
+    run.add_argument("tasks", nargs="*", help="task names or patterns, e.g. toy/m1 'toy/*' digits")
+    run.add_argument("--methods", help="comma-separated method names (all)")
+    run.add_argument("--seeds", type=int, help="training seeds 0 to N-1 (1)")
+    run.add_argument("--config", type=Path, help="a TOML file with tasks, methods, seeds and settings")
+    run.add_argument(
+        "--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="a setting; may be repeated"
+    )
+    run.add_argument("--results", type=Path, default=Path("runs"), help="results folder (runs/)")
+    run.add_argument(
+        "--strategy",
+        default="auto",
+        choices=["auto", "looped", "batched", "processes"],
+        help="how the members of one cell run (auto: measured)",
+    )
+    run.add_argument("--no-posteriors", action="store_true", help="do not keep the posteriors")
+    run.add_argument("--dry-run", action="store_true", help="only say which cells would run")
+    _add_workers(run, 1)
+
+    report = verbs.add_parser("report", help="write the report page of a results folder")
+    report.add_argument("results", type=Path, help="results folder, e.g. runs/")
+    report.add_argument("--output", type=Path, help="the page (RESULTS/report.html)")
+    report.add_argument("--title", default="bayesformer report", help="title of the page")
+    report.add_argument("--markdown", action="store_true", help="print one table over all tasks instead of a page")
+    report.add_argument("--metric", help="with --markdown: the metric (gap to the oracle, or the task's primary)")
+    report.add_argument(
+        "--choose", metavar="SETTING", help="with --markdown: validation scores of each value of a setting"
+    )
+
+    listing = verbs.add_parser("list", help="tasks and methods, each with one line")
+    listing.add_argument("--settings", action="store_true", help="also every setting with its default and meaning")
+
+    predict = verbs.add_parser(
+        "predict",
+        help="ask a saved posterior about a data file",
+        description="Loads a posterior that `run` or `demo` kept and predicts every row of a data file. Toy series: "
+        "rows of values. Digits: rows of 64 pixels from 0 to 16. Writes CSV.",
+    )
+    predict.add_argument("posterior", type=Path, help="a folder with posterior.json")
+    predict.add_argument("data", type=Path, help="a .csv, .npy, .npz (key inputs) or .safetensors (key inputs) file")
+    predict.add_argument("--output", type=Path, help="CSV file (standard output)")
+    predict.add_argument("--draws", type=int, help="posterior draws (all)")
+    _add_study(verbs)
+    _add_results(verbs)
+    return main_parser
+
+
+def _add_results(verbs: Any) -> None:
+    results = verbs.add_parser("results", help="keep stored results: one file per experiment")
+    names = results.add_subparsers(dest="name", metavar="action", required=True)
+    pack = names.add_parser(
+        "pack",
+        help="from a file per cell to one file of JSON lines",
+        description="Moves FOLDER/TASK/METHOD-KEY/seedN.json to lines of FOLDER/NAME.jsonl, where NAME is the folder's "
+        "name: sorted, one cell per line, nothing changed. Cells that were run since are added to the file; of two "
+        "results of a cell the later one stays. `report`, `study` and `run` read files and lines alike, so nothing "
+        "needs to be unpacked. Files that cannot be read are named and stay where they are.",
+    )
+    pack.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folder, e.g. runs/")
+
+
+def _add_study(verbs: Any) -> None:
+    study = verbs.add_parser("study", help="answer a question by many runs and one figure")
+    names = study.add_subparsers(dest="name", metavar="study", required=True)
+    cold = names.add_parser(
+        "cold",
+        help="the cold posterior effect",
+        description="Log-likelihood against temperature for variational inference, SGHMC serial and parallel "
+        "and Laplace, each against the MLE. Runs the missing cells, draws RESULTS/cold.svg and prints a table with "
+        "the temperature that validation data choose. Call it again to resume or extend. "
+        "The task imdb needs its files: see BAYESFORMER_DATA in the README.",
+    )
+    cold.add_argument("--tasks", default="toy/m1,imdb", help="comma-separated task names (toy/m1,imdb)")
+    cold.add_argument("--seeds", type=int, default=3, help="training seeds (3)")
+    cold.add_argument("--results", type=Path, default=Path("results/cold"), help="results folder (results/cold/)")
+    _add_workers(cold, 1)
+    cost = names.add_parser(
+        "cost",
+        help="quality against the cost of a prediction",
+        description="Reads stored results, which `bayesformer run` made, and runs nothing. Draws one panel per task: "
+        "gap to the oracle, or the task's primary metric, against the time of a prediction in multiples of the MLE's, "
+        "numbers of draws of one method joined by a line. Prints the same as a table in Markdown.",
+    )
+    cost.add_argument("results", type=Path, help="results folder, e.g. results/laplace")
+    cost.add_argument("--output", type=Path, help="the figure (RESULTS/cost.svg)")
+    graphs = names.add_parser(
+        "graphs",
+        help="stochastic attention on citation graphs",
+        description="Reads stored results of experiments/graphs.toml and runs nothing. Prints Table 1 of Fan et al. "
+        "(2020), Bayesian Attention Modules, beside the paper's numbers, then log-likelihood, calibration and PAvPU, "
+        "which the paper lacks, and whether its differences are seen.",
+    )
+    graphs.add_argument("results", type=Path, help="results folder, e.g. results/graphs")
+    maps = names.add_parser(
+        "attention",
+        help="what a network attends to, and how sure it is",
+        description="Loads a posterior with stochastic attention that `bayesformer run` kept and draws, for one test "
+        "input of its task, the mean and the standard deviation of every attention map, per layer and head.",
+    )
+    maps.add_argument("posterior", type=Path, help="a folder with posterior.json")
+    maps.add_argument("--index", type=int, default=0, help="which test input (0)")
+    maps.add_argument("--draws", type=int, help="draws (those of a prediction)")
+    maps.add_argument("--output", type=Path, default=Path("attention.svg"), help="the figure (attention.svg)")
+
+
+def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
+    text = "cells at the same time, in worker processes (all cores)" if default is None else "cells at once (1)"
+    verb.add_argument("--workers", type=int, default=default, help=text)
+    verb.add_argument("--threads", type=int, default=1, help="torch threads of a process that runs cells (1)")
+    verb.add_argument("--quiet", action="store_true", help="no progress bars")

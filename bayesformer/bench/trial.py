@@ -1,0 +1,143 @@
+"""One cell from its settings to its record: fit, predict, judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bayesformer import evaluate
+from bayesformer.attention.attention_maps import picture
+from bayesformer.bench import chain_traces as traces
+from bayesformer.bench.costs import cost_of
+from bayesformer.bench.peak_memory import PeakMemory
+from bayesformer.bench.planning import Cell
+from bayesformer.bench.provenance import provenance
+from bayesformer.bench.records import CHECKPOINTS, POSTERIORS
+from bayesformer.bench.tasks import TASKS, Evaluation, TaskData, describe
+from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.progress import Reporter
+from bayesformer.core.settings import summary
+from bayesformer.core.strategy import Strategy
+from bayesformer.data import Data, as_batches
+from bayesformer.methods import METHODS, Method, Problem
+from bayesformer.posterior import Posterior
+
+SHOWN = 20
+"""Validation examples whose predictions are followed along a chain."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How cells are run: where, with how many processes, what is kept. Results do not depend on it."""
+
+    results: Path
+    workers: int = 1  # cells at once; a single cell may give them to its members
+    strategy: Strategy = "auto"
+    keep_posteriors: bool = True
+    checkpoint_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
+            raise ValueError(f"workers must be a whole number of at least 1; got {self.workers!r}.")
+
+
+def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]:
+    """Train the cell's posterior, judge it on the task's test data and return the record of it.
+
+    Raises OracleBeatenError if its score is above that of the true process, which only a leak can do.
+    """
+    task, training, method = cell.build()
+    data = task.load()
+    started = datetime.now(UTC)
+    problem = Problem(
+        model=task.model,
+        likelihood=task.likelihood,
+        data=as_batches(data.train, "train"),
+        validation=as_batches(data.validation, "validation"),
+        training=training,
+        seed=cell.seed,
+        strategy=options.strategy,
+        workers=options.workers if options.strategy == "processes" else None,
+        checkpoint=options.results / CHECKPOINTS / cell.trained_in,
+        checkpoint_seconds=options.checkpoint_seconds,
+        reporter=reporter,
+    )
+    with PeakMemory() as memory:
+        posterior = _fit(method, problem)
+        evaluation = task.evaluate(posterior.predict, data)
+    validation = _validation_score(posterior, data.validation)
+    _add_diagnostics(evaluation, cell, posterior, data)
+    if evaluation.gap is not None:
+        evaluate.check_not_above(evaluation.gap, label=str(cell))
+    if options.keep_posteriors:
+        made_for = {"name": cell.task, "settings": dict(cell.task_settings)}
+        kept = replace(posterior, facts={**posterior.facts, "task": made_for})
+        kept.save(options.results / POSTERIORS / cell.folder)
+    cost = cost_of(posterior, data.test, memory.mib)
+    return _record(cell, posterior, evaluation, validation, cost, started)
+
+
+def _fit(method: Method, problem: Problem) -> Posterior:
+    try:
+        return method.fit(problem)
+    except DamagedFileError as error:
+        if problem.checkpoint is None or not problem.checkpoint.exists():
+            raise
+        advice = f"Delete the checkpoints in {problem.checkpoint} and run again: the cell is then trained anew."
+        raise DamagedFileError(f"{error} {advice}") from error
+
+
+def _validation_score(posterior: Posterior, validation: Data) -> float:
+    """Mean log-likelihood of the predictive on validation data: what settings are chosen by."""
+    predictive = posterior.predict(validation.inputs)
+    return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
+
+
+def _add_diagnostics(evaluation: Evaluation, cell: Cell, posterior: Posterior, data: TaskData) -> None:
+    """Traces of a posterior with enough draws per chain, and attention maps of one with stochastic attention."""
+    if len(posterior.theta) >= traces.LEAST * posterior.facts.get("chains", len(posterior.theta)):
+        few = data.validation.take(slice(0, SHOWN)).inputs
+        evaluation.metrics.update(traces.summarise(traces.function_traces(posterior, few)))
+        evaluation.figures["traces"] = traces.picture(posterior, few)
+    if cell.seed == 0 and posterior.draws > 1 and posterior.has_stochastic_attention:  # of one seed: maps are large
+        evaluation.figures["attention"] = picture(posterior.attention_maps(data.test.take(slice(0, 1)).inputs))
+
+
+def _record(
+    cell: Cell,
+    posterior: Posterior,
+    evaluation: Evaluation,
+    validation: float,
+    cost: dict[str, Any],
+    started: datetime,
+) -> dict[str, Any]:
+    gap = evaluation.gap
+    oracle = None
+    if gap is not None:
+        oracle = {"log_likelihood": evaluation.oracle, "gap": gap.mean, "gap_se": gap.standard_error}
+    return {
+        "task": cell.task,
+        "task_description": describe(cell.task),
+        "method": cell.method,
+        "method_description": summary(METHODS[cell.method]),
+        "variant": cell.variant,
+        "seed": cell.seed,
+        "key": cell.key,
+        "settings": {
+            "task": dict(cell.task_settings),
+            "training": dict(cell.training),
+            "method": dict(cell.method_settings),
+        },
+        "started": started.isoformat(timespec="seconds"),
+        **provenance(),
+        "device": str(posterior.theta.device),
+        "fit": {name: posterior.facts[name] for name in ("epochs", "best_epoch")},
+        "validation": validation,
+        "cost": cost,
+        "primary": TASKS[cell.task]().primary,
+        "metrics": evaluation.metrics,
+        "oracle": oracle,
+        "figures": evaluation.figures,
+    }
