@@ -91,11 +91,6 @@ class Edges:
                 return logits - high
         return logits - self.spread(self.largest(known))
 
-    def softmax_backward(self, grad: Tensor, weights: Tensor) -> Tensor:
-        """w (g - Σ w g) of each row."""
-        product = grad * weights
-        return product.sub_(weights * self.spread(self.sum(product)))
-
     def collect(self, weights: Tensor, values: Tensor) -> Tensor:
         """(..., N, d): the sum over each row of weights (..., E) times values (..., N, d) of the sources.
 

@@ -149,8 +149,3 @@ def set_attention_name(config: Any, name: str | None) -> None:
 def has_attention_name(config: Any) -> bool:
     """Whether an object is a config of transformers, which names an attention function."""
     return hasattr(config, "_attn_implementation_internal")
-
-
-def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
-    """w (g - Σ w g) of each row of softmax weights w, in one pass (`_softmax_backward_data`, what autograd calls)."""
-    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
