@@ -278,7 +278,7 @@ def test_batches_and_columns_in_pieces_change_nothing(monkeypatch):
     weights = blocks(model, "kronecker")
     whole = linearised_outputs(model, Space.of(model), weights, inputs)
     monkeypatch.setattr(linearised, "COLUMNS", 4)
-    monkeypatch.setattr("bayesformer.predict.covariance_roots.CACHE", 64)
+    monkeypatch.setattr("bayesformer.core.slices.CACHED", 64)
     pieces = linearised_outputs(model, Space.of(model), weights, inputs, batch_size=2)
     torch.testing.assert_close(pieces.covariance, whole.covariance)
 

@@ -8,7 +8,6 @@ differentiated), B examples, R positions at which the parameter is used (tokens,
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -304,11 +303,8 @@ def _together(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tenso
         used[:] = [answer is not None for answer in answers]
         return [answer for answer in answers if answer is not None]  # vmap returns tensors only
 
-    # Not `is_grads_batched`, which knows fewer operations. What this does not know either, as the fused attention of a
-    # CPU, it makes one by one, which is no slower than all of it in turn; and says so each time.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        answers = iter(torch.vmap(back)(columns))
+    # Not `is_grads_batched`, which knows fewer operations; `batched_backward` has rules for what vmap does not know.
+    answers = iter(torch.vmap(back)(columns))
     gradients = {key: next(answers) for key, seen in zip(edges, used, strict=True) if seen}
     return [_arranged(site, gradients.get(id(site.edge)), len(columns)) for site in sites]
 

@@ -18,8 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from bayesformer.jacobians.batched_backward import REPLACEMENTS
 from bayesformer.jacobians.sites import Axis, ElementSite, EmbeddingSite, LinearSite, Output, Part, Site
-from bayesformer.jacobians.together import FASTER
 from bayesformer.model.multihead import multi_head_attention_forward
 
 UseKey = tuple[str, int]
@@ -42,7 +42,7 @@ class UseRecorder(TorchFunctionMode):
         self.moments: list[Tensor] = []  # of the last LayerNorm: its output, means, 1 / deviations
         self.faster: dict[Any, Callable[..., Any]] = {F.layer_norm: partial(_layer_norm, self.moments)}
         if columns != 1:
-            self.faster |= FASTER
+            self.faster |= REPLACEMENTS
         # The tensors are kept with their parts: an id stays true only while its object lives.
         self.parts = {id(entry[0]): entry for entry in parameters}
         self.examples, self.known, self.dtype = examples, axes, dtype

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from bayesformer.core.slices import cache_sized_slices
 from bayesformer.jacobians.sites import ElementSite, EmbeddingSite, LinearSite, Site
 from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
 from bayesformer.model.space import Space
 
 SHORT = 256  # numbers of a vector that is handled together with others
-CACHE = 2**19  # numbers handled at once: a Jacobian and what it is computed from should not leave the cache
 
 Uses: TypeAlias = dict[str, list[tuple[Site, Tensor]]]
 """The sites of each parameter in a pass, with the slopes there."""
@@ -49,14 +49,14 @@ def matrix_roots(site: LinearSite, slopes: Tensor, block: Block, joint: bool) ->
         scale = block.variance.sqrt()
         scale = scale.view(shape[::-1]).mT if site.turned else scale.view(shape)
     else:
-        for some in _few(slopes, width, joint):
+        for some in _slices(slopes, width, joint):
             matrices = _products(slopes[:, some], inputs[some])
             yield some, block.times_root((matrices.mT if site.turned else matrices).flatten(-2))
         return
     products = _products
     if basis is not None and slopes.shape[2] > inputs.shape[-1]:  # fewer rows to turn after the product than before
         products, scale = _turned_products, scale.mT.contiguous()
-    for some in _few(slopes, width, joint):
+    for some in _slices(slopes, width, joint):
         yield some, products(slopes[:, some], inputs[some], basis).mul_(scale).flatten(-2)
 
 
@@ -102,7 +102,7 @@ def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
 
 def row_roots(site: Site, slopes: Tensor, block: Block, joint: bool) -> Roots:
     """Of any parameter: every row of J times a root of Σ."""
-    for some in _few(slopes, block.size, joint):
+    for some in _slices(slopes, block.size, joint):
         yield some, block.times_root(site.values(slopes, some).transpose(0, 1))
 
 
@@ -228,7 +228,7 @@ class CovarianceRoots:
                 continue  # a parameter that this pass did not use has a Jacobian of 0
             (site, slope), block = used[0], piece.block
             if len(used) > 1 or piece.stretch is None or self.stretch(site) != piece.stretch:
-                for some in _few(slope, block.size, joint):
+                for some in _slices(slope, block.size, joint):
                     rows = torch.cat([self._rows(name, uses[name], slope, some) for name in piece.names], -1)
                     yield some, block.times_root(rows[..., _on(piece.columns, rows)])
             elif not joint and isinstance(site, ElementSite) and isinstance(block, SIMPLE) and block.size <= SHORT:
@@ -241,7 +241,7 @@ class CovarianceRoots:
     def _factor_roots(self, uses: Uses, joint: bool) -> Roots:
         used = [use for name in self.factor for use in uses[name]]
         if used:
-            for some in _few(used[0][1], self.space.size, joint):
+            for some in _slices(used[0][1], self.space.size, joint):
                 parts = [self._rows(name, uses[name], used[0][1], some) @ f for name, f in self.factor.items()]
                 yield some, sum(parts[1:], parts[0])
 
@@ -264,11 +264,10 @@ def _on(columns: slice | Tensor, like: Tensor) -> slice | Tensor:
     return columns.to(like.device) if isinstance(columns, Tensor) else columns
 
 
-def _few(slopes: Tensor, width: int, joint: bool) -> Iterator[slice]:
-    """Examples so few that `width` numbers of each column stay in the cache; or all."""
+def _slices(slopes: Tensor, width: int, joint: bool) -> Iterator[slice]:
+    """Slices of examples so small that `width` numbers of each column stay in the cache; all at once if `joint`."""
     columns, batch = slopes.shape[:2]
-    size = batch if joint else max(1, CACHE // (columns * width))
-    return (slice(start, start + size) for start in range(0, batch, size))
+    return iter([slice(0, batch)]) if joint else cache_sized_slices(batch, columns * width)
 
 
 def gram(root: Tensor, width: int) -> Tensor:
