@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from bayesformer.jacobians import batched_backward
 from bayesformer.jacobians.capture import Capture, backpropagate, mismatches
-from bayesformer.jacobians.watch import UseRecorder
+from bayesformer.jacobians.use_recorder import UseRecorder
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from tests.curvature_zoo import MODELS, build, inferred
@@ -225,10 +225,10 @@ def test_the_slow_way_equals_the_fast_one():
 
 def test_a_site_that_is_missed_is_found_by_the_probe(monkeypatch):
     """A rule that overlooks a use, or mistakes the batch axis, must not pass."""
-    from bayesformer.jacobians import watch
+    from bayesformer.jacobians import use_rules
 
     model, _, data = build("layer")
-    monkeypatch.setitem(watch.RULES, F.layer_norm, lambda *_, **__: True)
+    monkeypatch.setitem(use_rules.RULES, F.layer_norm, lambda *_, **__: True)
     run, _ = check(model, data.inputs)
     norms = {name for name in run.parameters if "norm" in name}
     assert run.general == dict.fromkeys(norms, "no use of it was seen")

@@ -20,7 +20,7 @@ Key = tuple[str, int, int]
 
 
 def fit(sweep: Sweep) -> list[CurvaturePiece]:
-    """A block per parameter."""
+    """The diagonal of the curvature from one pass over the data, one piece per parameter."""
     totals = {name: sweep.zeros(sweep.size(name)) for name in sweep.names}
     short: dict[tuple[Key, ...], Tensor] = {}
     used = Used()

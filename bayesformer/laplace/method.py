@@ -127,7 +127,7 @@ class Laplace:
         return self.around(prototype, modes.start(0), facts)
 
     def resolved(self, validation: Batches | None) -> Laplace:
-        """With "auto" decided."""
+        """The same method with prior_precision="auto" decided: by validation data where there are any."""
         if self.prior_precision != "auto":
             return self
         return replace(self, prior_precision="marglik" if validation is None or self.per != "one" else "validation")
