@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch import distributions as laws
+from torch.nn.utils import parameters_to_vector
 
 from bayesformer.attention import (
     Contextual,
@@ -32,7 +33,7 @@ from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import Batch, Draw, Inputs
 from bayesformer.laws import Samples
 from bayesformer.likelihoods import Categorical, Likelihood
-from bayesformer.network import FlatModel, apply
+from bayesformer.model.calling import apply
 from bayesformer.posterior import Posterior
 from benchmarks.harness import Comparison
 from benchmarks.workloads import Workload, large_images, large_vit, minilm, of_task
@@ -140,7 +141,7 @@ def draws_together(draws: int, batch: int, budget: float) -> Comparison:
     made = _posterior(model, task.likelihood, draws)
     return Comparison(
         f"{draws} draws of attention, toy, batch {batch}",
-        partial(made.outputs, inputs, workers=1),
+        partial(made.outputs, inputs),
         partial(_forward, model, inputs),
         budget,
         rounds=25,
@@ -148,7 +149,8 @@ def draws_together(draws: int, batch: int, budget: float) -> Comparison:
 
 
 def _posterior(model: torch.nn.Module, likelihood: Likelihood, draws: int) -> Posterior:
-    return Posterior(model, likelihood, Samples(FlatModel(model).theta[None]), noisy_draws=draws)
+    theta = parameters_to_vector(model.parameters()).detach()
+    return Posterior(model, likelihood, Samples(theta[None]), noisy_draws=draws)
 
 
 def _forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:

@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from bayesformer.attention import attention_kl, families
 from bayesformer.core.types import Params
-from bayesformer.layers.concrete import ConcreteDropout, regularisers
+from bayesformer.layers.concrete import ConcreteSite, regularisers
 from bayesformer.layers.variational import Variational
 
 
@@ -60,7 +60,7 @@ def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int 
 
 def has_random_parts(model: nn.Module) -> bool:
     """Whether `kl_divergence` has something to say of a model."""
-    return bool(families(model)) or any(isinstance(m, Variational | ConcreteDropout) for m in model.modules())
+    return bool(families(model)) or any(isinstance(m, Variational | ConcreteSite) for m in model.modules())
 
 
 class _KlOf(nn.Module):
