@@ -48,13 +48,13 @@ def comparisons() -> Iterator[Comparison]:
     softmax = passes(Softmax())
     ours: dict[str, tuple[Callable[..., Draw], float]] = {
         "gaussian": (GaussianLogits(), 2.2),
-        "gaussian, data dependent": (GaussianLogits(DataDependent(0.1, 5)), 8.0),
+        "gaussian, data dependent": (GaussianLogits(DataDependent(0.1, 5)), 9.0),
         "lognormal": (Lognormal(), 2.2),
         "lognormal, contextual": (Lognormal(contextual=Contextual(D)), 2.4),
-        "weibull": (Weibull(), 2.3),
-        "weibull, contextual": (Weibull(contextual=Contextual(D)), 2.5),
-        "dirichlet": (Dirichlet(), 5.0),
-        "dirichlet, surrogate": (Dirichlet(gradient="surrogate"), 4.0),
+        "weibull": (Weibull(), 2.6),
+        "weibull, contextual": (Weibull(contextual=Contextual(D)), 2.8),
+        "dirichlet": (Dirichlet(), 8.0),
+        "dirichlet, surrogate": (Dirichlet(gradient="surrogate"), 8.0),
     }
     for name, (family, budget) in ours.items():
         yield Comparison(f"attention, {name}", passes(family), softmax, budget, rounds=25)
@@ -78,7 +78,7 @@ def large() -> Workload:
 def whole_steps(work: Workload) -> Iterator[Comparison]:
     """A training step with stochastic attention and its KL, by Adam, in units of the step of the model as it is."""
     plain = steps(work, work.model())
-    for family, budget in {"weibull": 1.3, "lognormal": 1.3, "gaussian": 1.3, "dirichlet": 2.0}.items():
+    for family, budget in {"weibull": 1.3, "lognormal": 1.3, "gaussian": 1.3, "dirichlet": 2.4}.items():
         made = steps(work, install(work.model(), family))
         yield Comparison(f"training step, {family} attention, {work.label}", made, plain, budget, rounds=work.rounds)
 

@@ -172,3 +172,11 @@ def convolution(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], 
     """`(x, weight, bias) -> outputs` of a convolution layer with its stride, padding and groups (`_conv_forward`)."""
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor] = module._conv_forward  # type: ignore[assignment]
     return forward
+
+
+def is_batched_gradient(grad: Tensor) -> bool:
+    """Whether a gradient in a backward pass stands for several, as with `torch.autograd.grad(is_grads_batched=True)`.
+
+    torch maps these by an older vmap, which `transformed` does not see and in-place operations do not know.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(grad)
