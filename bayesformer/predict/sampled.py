@@ -115,10 +115,18 @@ class Sampler:
                 for number, batch in enumerate(batches):
                     yield draw, number, self.one(draw, batch, number == 0)[None]
             return
-        for start in range(0, self.count, self.together):
-            draws = range(start, min(start + self.together, self.count))
+        size = self._pass_draws(batches)
+        for start in range(0, self.count, size):
+            draws = range(start, min(start + size, self.count))
             for number, batch in enumerate(batches):
                 yield start, number, self._several(draws, batch)
+
+    def _pass_draws(self, batches: Sequence[Inputs]) -> int:
+        """Draws per pass: of attention on a CPU, as many as leave the numbers of a pass in the cache."""
+        if not (self.how.noisy and self.device.type == "cpu"):
+            return self.together
+        numbers = max((first_tensor(batch).numel() for batch in batches), default=1)
+        return min(self.together, max(2, TOGETHER // max(numbers, 1)))
 
     def one(self, draw: int, inputs: Inputs, fresh: bool = True) -> Tensor:
         """(B, ...): outputs of one draw; without `fresh`, the shell holds its weights already."""
@@ -152,8 +160,7 @@ class Sampler:
         """Draws per pass: by the size of the problem, and only if draws made together are those made alone."""
         if self.count == 1 or strategy == "looped":
             return 1
-        numbers = first_tensor(few).numel()
-        size = max(2, TOGETHER // max(numbers, 1)) if self.how.noisy and self.device.type == "cpu" else CHUNK
+        size = self.count if self.how.noisy else CHUNK
         key = ("together", self.how.noisy, self.how.attention)
 
         def veto() -> str | None:
