@@ -477,7 +477,6 @@ ERRORS = pytest.mark.parametrize(
         (lambda: convert(Mlp(), prior={"net.0.*": "normal(0, 1)"}), "none of .* matches 'net.3.weight'"),
         (lambda: convert(Mlp(), "student_t", df=2.0), "df must be greater than 2, .*; got 2.0"),
         (lambda: convert(convert(Mlp())), "model must not be variational already"),
-        (lambda: convert(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())), "share one dtype and device"),
         (lambda: convert(nn.ReLU()), "at least one parameter with requires_grad=True"),
         (lambda: revert(Mlp()), "revert needs a Variational model; got Mlp"),
         (
@@ -499,6 +498,19 @@ def test_gradient_checkpointing_is_refused():
 def test_errors_name_argument_rule_and_value(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_scales_of_weights_in_half_precision_are_float32(local):
+    model = convert(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16(), local=local, rho=-2.0)
+    assert (model.rho.dtype, model.model[0].weight.dtype) == (torch.float32, torch.bfloat16)
+    x = torch.randn(5, 3, dtype=torch.bfloat16)
+    first, second = model(x), model(x)
+    assert first.dtype == torch.bfloat16
+    assert not torch.equal(first, second)
+    (first.float().sum() + model.kl()).backward()
+    assert model.rho.grad.dtype == torch.float32
+    assert model.rho.grad.abs().min() > 0
 
 
 def test_a_prior_may_speak_of_weights_that_stay_points():

@@ -92,10 +92,11 @@ class GaussianOutputs(NamedTuple):
 
     def draw(self, draws: int, seed: int = 0) -> Tensor:
         """(L, B, ..., K): draws from the stream of `seed`, the same on every device."""
-        source = torch.Generator().manual_seed(seed)
+        source = torch.Generator("cpu").manual_seed(seed)
 
         def noise(shape: torch.Size) -> Tensor:
-            return torch.randn(draws, *shape, generator=source, dtype=self.mean.dtype).to(self.mean.device)
+            made = torch.randn(draws, *shape, generator=source, dtype=self.mean.dtype, device="cpu")
+            return made.to(self.mean.device)
 
         values = self.mean + self.diagonal.sqrt() * noise(self.mean.shape)
         if self.factor is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like, value_and_grad
-from bayesformer.inference.ekf_common import Curvature, check_settings, examples, scores
+from bayesformer.inference.ekf_common import Curvature, Scores, check_settings, examples, scores
 from bayesformer.inference.vi_dense import check_size, ravel, unravel
 from bayesformer.laws import GaussianLaw, gaussian
 
@@ -28,8 +28,10 @@ def build(
     lr: float | None = None,
     transition_sd: float = 0.0,
     *,
-    sd: float = 1.0,
+    sd: float | Tensor = 1.0,
+    start_precision: Tensor | None = None,
     curvature: Curvature | None = None,
+    each: Scores = scores,
 ) -> Transform:
     """Predict and correct, with the outer product of scores as curvature.
 
@@ -39,21 +41,25 @@ def build(
 
     Duffield et al. (2024), `posteriors`, whose code subtracts the Fisher where the equation adds it. Arguments as
     in `ekf.diag.build`; `curvature(params, batch)` returns minus the mean Hessian, (P, P) or (L, P, P), and must
-    leave Λ positive definite.
+    leave Λ positive definite. `start_precision` (P, P) takes the place of 1/sd² I.
 
     Known exactly: with q = 0 no eigenvalue of Λ ever falls. On linear regression with the exact curvature this is
     the Kalman filter: after the last batch, the posterior. With inputs along the axes it equals `ekf.diag`.
     """
     check_settings(lr, transition_sd, sd)
-    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature)
-    return Transform(partial(init, sd=sd), step)
+    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature, each=each)
+    return Transform(partial(init, sd=sd, start_precision=start_precision), step)
 
 
-def init(params: Params, *, sd: float | Tensor = 1.0) -> EKFDenseState:
-    """The prior N(params, sd² I)."""
+def init(params: Params, *, sd: float | Tensor = 1.0, start_precision: Tensor | None = None) -> EKFDenseState:
+    """The prior N(params, sd² I), or N(params, Λ⁻¹) for a precision Λ (P, P) to start from."""
     check_size(params, copies=3)  # the precision, what is added to it, its factor
     mean = {k: p.clone() for k, p in params.items()}
-    return EKFDenseState(mean, (torch.ones_like(ravel(params)) * sd**-2).diag_embed(), blank(params))
+    if start_precision is not None:
+        first = start_precision.expand(*ravel(params).shape[:-1], *start_precision.shape).clone()
+    else:
+        first = (torch.ones_like(ravel(params)) * sd**-2).diag_embed()
+    return EKFDenseState(mean, first, blank(params))
 
 
 def update(
@@ -65,9 +71,10 @@ def update(
     lr: float | None = None,
     transition_sd: float = 0.0,
     curvature: Curvature | None = None,
+    each: Scores = scores,
 ) -> tuple[EKFDenseState, Tensor]:
     """Absorb one batch; the second value is its outputs under the mean before."""
-    value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature)
+    value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature, each)
     rate = lr or float(examples(state.params, batch))
     precision = predict(state.precision, transition_sd) + rate * fisher
     factor = torch.linalg.cholesky(precision)
@@ -101,13 +108,13 @@ def predict(precision: Tensor, transition_sd: float) -> Tensor:
 
 
 def _moments(
-    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None
+    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None, each: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Value, outputs, mean score (..., P), and the Fisher or the curvature given (..., P, P)."""
     if curvature is not None:
         value, outputs, grads = value_and_grad(log_joint)(params, batch)
         return value, outputs, ravel(grads), curvature(params, batch)
-    value, outputs, score = scores(log_joint, params, batch)
+    value, outputs, score = each(log_joint, params, batch)
     rows = score[THETA] if is_matrix(params) else torch.vmap(ravel)(score)  # (..., B, P)
     fisher = rows.mT @ rows / rows.shape[-2]
     return value.mean(1 if is_matrix(params) else 0), outputs, rows.mean(-2), fisher

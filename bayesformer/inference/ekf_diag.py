@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like, value_and_grad
-from bayesformer.inference.ekf_common import Curvature, check_settings, examples, scores
+from bayesformer.inference.ekf_common import Curvature, Scores, check_settings, examples, scores
 from bayesformer.laws import GaussianLaw, gaussian
 
 
@@ -27,8 +27,9 @@ def build(
     lr: float | None = None,
     transition_sd: float = 0.0,
     *,
-    sd: float = 1.0,
+    sd: float | Tensor = 1.0,
     curvature: Curvature | None = None,
+    each: Scores = scores,
 ) -> Transform:
     """Predict and correct, weight by weight, with the squared score as curvature.
 
@@ -39,13 +40,14 @@ def build(
     Duffield et al. (2024), `posteriors`, written in precisions ρ. `lr` is η: the batch size B is the
     untempered Bayes update, and None takes it from each batch, so a short last batch counts as what it is; B/τ
     tempers it. The empirical Fisher is right only on average and at the true weights; `curvature(params, batch)`
-    replaces it by minus the diagonal of the mean Hessian, in the shapes of the parameters.
+    replaces it by minus the diagonal of the mean Hessian, in the shapes of the parameters. `each` gives the scores
+    s_n: all at once by vmap, or one example after the other (`ekf_common.looped_scores`).
 
     Known exactly: with q = 0 no precision ever falls. On linear regression with orthogonal inputs and the exact
     curvature this is the Kalman filter: after the last batch, the posterior.
     """
     check_settings(lr, transition_sd, sd)
-    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature)
+    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature, each=each)
     return Transform(partial(init, sd=sd), step)
 
 
@@ -64,9 +66,10 @@ def update(
     lr: float | None = None,
     transition_sd: float = 0.0,
     curvature: Curvature | None = None,
+    each: Scores = scores,
 ) -> tuple[EKFDiagState, Tensor]:
     """Absorb one batch; the second value is its outputs under the mean before."""
-    value, outputs, grad, square = _moments(state.params, batch, log_joint, curvature)
+    value, outputs, grad, square = _moments(state.params, batch, log_joint, curvature, each)
     rate = lr or float(examples(state.params, batch))
     precision = {k: r / (1 + transition_sd**2 * r) if transition_sd else r for k, r in state.precision.items()}
     if inplace:
@@ -85,13 +88,13 @@ def sample(state: EKFDiagState) -> Params:
 
 
 def _moments(
-    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None
+    params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None, each: Scores
 ) -> tuple[Tensor, Tensor, Params, Params]:
     """Value, outputs, mean score, and mean squared score or the curvature given."""
     if curvature is not None:
         value, outputs, grad = value_and_grad(log_joint)(params, batch)
         return value, outputs, grad, curvature(params, batch)
-    value, outputs, score = scores(log_joint, params, batch)
+    value, outputs, score = each(log_joint, params, batch)
     axis = 1 if is_matrix(params) else 0
     grad = {k: s.mean(axis) for k, s in score.items()}
     return value.mean(axis), outputs, grad, {k: s.square().mean(axis) for k, s in score.items()}

@@ -57,8 +57,8 @@ def init(params: Params, *, transform: Transform, rank: int = 20) -> SWAGState:
         params={k: p.clone() for k, p in params.items()},
         variance={k: torch.zeros_like(p) for k, p in params.items()},
         deviations={k: p.new_zeros(*p.shape[:axis], rank, *p.shape[axis:]) for k, p in params.items()},
-        snapshots=torch.tensor(0),
-        step=torch.tensor(0),
+        snapshots=torch.tensor(0, device="cpu"),
+        step=torch.tensor(0, device="cpu"),
         inner=inner,
         log_joint=inner.log_joint,
     )

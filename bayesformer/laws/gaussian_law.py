@@ -88,6 +88,18 @@ class GaussianLaw:
         ]
         return torch.stack(terms).sum()
 
+    def precision(self) -> Tensor:
+        """(P, P): Σ⁻¹ in full, for a few thousand weights; every weight must have a spread."""
+        whole, seen = torch.zeros(self.size, self.size, dtype=self.mean.dtype, device=self.mean.device), 0
+        for place, block in zip(self.places, self.blocks, strict=True):
+            index = torch.arange(self.size, device=self.mean.device)[place]
+            eye = torch.eye(block.size, dtype=self.mean.dtype, device=self.mean.device)
+            whole[index[:, None], index] = block.precision_times(eye)
+            seen += block.size
+        if seen < self.size:
+            raise ValueError(f"every weight must have a spread to have a precision; {self.size - seen} have none.")
+        return whole
+
     def tensors(self) -> Params:
         """The mean, every block's place and parts, and the buffers, to save."""
         found = {"mean": self.mean, **{f"buffer.{name}": value for name, value in self.buffers.items()}}

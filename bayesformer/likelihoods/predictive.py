@@ -191,7 +191,7 @@ class GaussianPredictive:
         """(B, ..., D): the mixture's quantile, by bisection between the components' own quantiles."""
         if not 0 < level < 1:
             raise ValueError(f"level must lie strictly between 0 and 1; got {level}.")
-        z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64)).item()
+        z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64, device="cpu")).item()
         own = self.means + z * self.widths.sqrt()
         return bisect(self.cdf, own.amin(0), own.amax(0), level)
 

@@ -14,9 +14,12 @@ from bayesformer.core.rules import above, at_least, between, check_ranges, finit
 from bayesformer.core.settings import LATER
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dense, vi_diag
+from bayesformer.inference.ekf_common import Scores
+from bayesformer.laws import GaussianLaw
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.example_scores import scores_for
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import earlier_law, fit_gaussian
@@ -139,7 +142,7 @@ class Ivon:
         return fit_gaussian(self, Prototype(problem), build, law, prior=None, prior_in_objective=earlier)
 
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False
+        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False  # noqa: ARG002
     ) -> Transform:
         """IVON with a cosine down to 0."""
         ess, decay = self.settings(num_data, earlier)
@@ -246,21 +249,39 @@ class Ekf:
         """Filter once through the data; an earlier posterior, if given, is the Gaussian it starts from."""
         prototype = Prototype(problem)
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
-        method, sd = self, self.sd
+        method, begin = self, self._beginning(None)
         if problem.prior is not None:
-            method, sd = replace(self, warm_up=0.0), earlier_law(prototype).sd
+            method, begin = replace(self, warm_up=0.0), self._beginning(earlier_law(prototype))
             if self.subset != "*":
                 raise ValueError(f"ekf.subset must be '*' with an earlier posterior as the prior; got {self.subset!r}.")
-        training = replace(problem.training, epochs=1, max_steps=None)
-        build = partial(self.build, sd=sd)
+        held = prototype.noisy_held  # an example by itself has no averages of a batch
         return fit_gaussian(
-            method, prototype, build, module.law, prior=None, prior_in_objective=False, training=training
+            method,
+            prototype,
+            partial(self.build, begin=begin, each=scores_for(prototype, held)),
+            module.law,
+            prior=None,
+            prior_in_objective=False,
+            training=replace(problem.training, epochs=1, max_steps=None),
+            held=held,
         )
 
+    def _beginning(self, earlier: GaussianLaw | None) -> dict[str, Any]:
+        """The spread that the filter starts from: its setting, or that of an earlier posterior."""
+        if earlier is None:
+            return {"sd": self.sd}
+        return {"start_precision": earlier.precision()} if self.kind == "dense" else {"sd": earlier.sd}
+
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor
+        self,
+        log_joint: LogJoint,
+        training: Training,
+        steps: int,  # noqa: ARG002
+        num_data: int,  # noqa: ARG002
+        begin: dict[str, Any],
+        each: Scores,
     ) -> Transform:
         """The filter, diagonal or dense."""
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
         lr = None if self.temperature == 1 else training.batch_size / self.temperature
-        return module.build(log_joint, lr, self.transition_sd, sd=sd)
+        return module.build(log_joint, lr, self.transition_sd, each=each, **begin)

@@ -10,7 +10,7 @@ from bayesformer.model.space import Space
 
 
 def held_modules(model: nn.Module, space: Space, changed: Iterable[str] = (), fixed: bool = False) -> tuple[str, ...]:
-    """Names of the modules that stay in evaluation mode while the others train.
+    """Names of the modules that stay in evaluation mode while the others, their own parts among them, train.
 
     A model in training mode with parts in evaluation mode is taken at its word: those parts stay. A model that comes
     in evaluation mode, as models do after loading, trains as a whole, but for modules without inferred weights whose
@@ -30,22 +30,16 @@ def held_modules(model: nn.Module, space: Space, changed: Iterable[str] = (), fi
         held = {name for name, module in model.named_modules() if not module.training}
     else:
         held = owners - inferred
-    return tuple(sorted(name for name in held if not _below_another(name, held)))
+    return tuple(sorted(held))
 
 
 def noisy_modules(held: Iterable[str], changed: Iterable[str]) -> tuple[str, ...]:
     """Those that stay in evaluation mode in noisy prediction: running averages must be used there, not moved."""
-    every = {*held, *(name.rpartition(".")[0] for name in changed)}
-    return tuple(sorted(name for name in every if not _below_another(name, every)))
+    return tuple(sorted({*held, *(name.rpartition(".")[0] for name in changed)}))
 
 
 def set_training(module: nn.Module, held: Iterable[str] = ()) -> None:
-    """Training mode everywhere but in the modules held."""
+    """Training mode everywhere but in the modules held: in these very modules, whatever their parts do."""
     module.train()
     for name in held:
-        module.get_submodule(name).eval()
-
-
-def _below_another(name: str, names: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in names for i in range(1, len(parts)))
+        module.get_submodule(name).training = False

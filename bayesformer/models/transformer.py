@@ -20,13 +20,13 @@ from bayesformer.attention.ranges import check_positive, check_rate
 from bayesformer.core.errors import unknown_name
 
 
-def sinusoids(length: int, dim: int) -> Tensor:
+def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
     """(length, dim): the positions of Vaswani et al. (2017), section 3.5.
 
     P[t, 2i] = sin(t / 10000^(2i/dim)),   P[t, 2i + 1] = cos(t / 10000^(2i/dim))
     """
-    rates = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64) * (-math.log(10_000) / dim))
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates  # (length, dim / 2, rounded up)
+    rates = torch.exp(torch.arange(0, dim, 2, dtype=torch.float64, device=device) * (-math.log(10_000) / dim))
+    angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * rates  # (length, dim / 2, rounded up)
     table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
     return table[:, :dim].to(torch.get_default_dtype())
 
@@ -44,7 +44,7 @@ class SinusoidalPositions(nn.Module):
         """(B, T, D), each position marked."""
         length, dim = x.shape[-2:]
         known = length <= len(self.table)
-        return x + (self.table[:length] if known else sinusoids(length, dim).to(self.table))
+        return x + (self.table[:length] if known else sinusoids(length, dim, self.table.device).to(self.table))
 
 
 class LearnedPositions(nn.Module):
@@ -164,7 +164,7 @@ class Encoder(nn.Module):
         """What may be attended to, broadcasting to (B, H, T, S) with S always written out."""
         table = self.visible
         if length > table.shape[-1]:
-            table = visible_keys(length, self.causal).to(table.device)
+            table = visible_keys(length, self.causal, table.device)
         table = table[..., :length, :length]  # (1, 1, T or 1, S)
         if valid is None:
             return table
@@ -173,11 +173,11 @@ class Encoder(nn.Module):
         return table & kept[:, :, None, :] & kept[..., None]
 
 
-def visible_keys(length: int, causal: bool) -> Tensor:
+def visible_keys(length: int, causal: bool, device: torch.device | None = None) -> Tensor:
     """(1, 1, T, S): every key up to the query's own position; or (1, 1, 1, S): every key."""
     if causal:
-        return torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-    return torch.ones(1, 1, 1, length, dtype=torch.bool)
+        return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+    return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
 
 
 class Regressor(nn.Module):

@@ -69,9 +69,7 @@ class DrawPlan:
         return nullcontext()
 
     def randomness(self, shell: Shell, inputs: Inputs) -> Randomness:
-        """How a pass draws its random numbers, by one trial on two examples."""
-        if not (self.noisy or self.attention):
-            return Randomness()
+        """How a pass draws its random numbers, by one trial on two examples: some models do in evaluation mode, too."""
         self.load(shell, 0)
         few = map_inputs(inputs, lambda x: x[:2])
         with self.drawing(shell), torch.no_grad():
@@ -91,6 +89,8 @@ class Sampler:
         known: dict[Any, Any] | None = None,
     ) -> None:
         check_strategy(strategy)
+        if strategy == "processes":
+            raise ValueError(f"strategy must be 'auto', 'looped' or 'batched' for predictions; got {strategy!r}.")
         self.shell, self.how, self.count = shell, how, count
         self.known = {} if known is None else known  # findings of earlier trials on the same model
         self.random = self._found(("randomness", how.noisy, how.attention), lambda: how.randomness(shell, few))
@@ -118,17 +118,12 @@ class Sampler:
             row = 0 if self.how.noisy else draw
             self.shell.load_buffers(buffers_of(self.how.law, row))  # a pass may have changed them
         generator, rate = self.generators[draw], self.how.dropout_rate
-        passing = self.random.passing(generator, rate) if self._is_random else nullcontext()
-        with torch.inference_mode(), passing, self.how.drawing(self.shell):
+        with torch.inference_mode(), self.random.passing(generator, rate), self.how.drawing(self.shell):
             return apply(self.shell.module, inputs)
 
     def trial(self, inputs: Inputs) -> Tensor:
         """(B, ...): outputs of draw 0 by a generator of its own, so that the draws to come are not disturbed."""
-        return replaced(self, self.how.generators((0,), self.device)).one(0, inputs)
-
-    @property
-    def _is_random(self) -> bool:
-        return self.how.noisy or self.how.attention
+        return self._apart(1).one(0, inputs)
 
     def _several(self, draws: Sequence[int], inputs: Inputs) -> Tensor:
         if self.how.noisy:
@@ -174,24 +169,25 @@ class Sampler:
             return "every draw has weights and an attention stream of its own"
         if self.how.noisy and not families(self.shell.module):
             return "every draw has a dropout stream of its own"
+        if not self.how.noisy and self.random.kind != "none":
+            return "the model draws random numbers in evaluation mode"
         if self.shell.facts.staged:
             return "inferred weights have another precision than the vector they are kept in"
         few = map_inputs(few, lambda x: x[:2])
-        trial = [replaced(self, self.how.generators((0, 1), self.device)) for _ in range(2)]
-        alone = torch.stack([trial[0].one(draw, few) for draw in (0, 1)])
+        first = self._apart(2)
+        alone = torch.stack([first.one(draw, few) for draw in (0, 1)])
         try:
-            together = trial[1]._several((0, 1), few)
+            together = self._apart(2)._several((0, 1), few)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"the model does not take several draws at once ({str(error).splitlines()[0]})"
         same = together.shape == alone.shape and torch.allclose(together, alone, 1e-3, 1e-4)
         return None if same else "draws made together are not the draws made alone"
 
-
-def replaced(sampler: Sampler, generators: list[torch.Generator]) -> Sampler:
-    """The same sampler with other generators, for a trial."""
-    other = object.__new__(Sampler)
-    other.__dict__ = {**sampler.__dict__, "generators": generators, "together": 1}
-    return other
+    def _apart(self, draws: int) -> Sampler:
+        """The same sampler with generators of its own."""
+        other = object.__new__(Sampler)
+        other.__dict__ = {**self.__dict__, "generators": self.how.generators(range(draws), self.device), "together": 1}
+        return other
 
 
 def vmapped_outputs(shell: Shell, params: Params, inputs: Inputs) -> Tensor:

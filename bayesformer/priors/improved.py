@@ -1,4 +1,4 @@
-"""The improved priors of the thesis, by the names of our models' parameters.
+"""The improved priors of Cinquin et al. (2021), by the names of our models' parameters.
 
 Chosen there from the weights of many trained networks, per task, for four groups: embedding, attention, MLP and
 projection. Biases belong to their layer's group and learned positions to the embedding. The tables do not speak

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.progress import Reporter
@@ -59,6 +59,8 @@ class Stage:
     terms: tuple[Term, ...] = ()
     samples: int = 1
     replacement: bool = False
+    held: tuple[str, ...] | None = None
+    """modules in evaluation mode; None: those of the prototype"""
     collect: Callable[[int], Collect] | None = None
     """from the number of steps in all to the states that are kept"""
     starts: Sequence[Start] | None = None
@@ -121,7 +123,7 @@ class Stage:
             steps=steps,
             randomness=random,
             dropout_rate=prototype.dropout_rate,
-            held=prototype.held,
+            held=prototype.held if self.held is None else self.held,
             replacement=self.replacement,
             join_single=prototype.moves_buffers,
             collect=None if self.collect is None else self.collect(steps),
@@ -150,9 +152,7 @@ class Stage:
     def largest(self) -> int:
         """Numbers in the largest tensor of a forward pass on one batch, scaled up from two examples."""
         shell, few = self.skeleton(0).shell(gradients=False), self.prototype.few
-        shell.module.eval()
-        with torch.no_grad():
-            found = largest_tensor(lambda: shell(few.inputs))
+        found = largest_tensor(lambda: self.prototype.trial(shell, few))
         return found * self.training.batch_size // len(few.targets)
 
     def shared(self) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def facts_of(name: str, method: object, prototype: Prototype, *stages: Fitted) -
         "seed": problem.seed,
         "num_data": problem.num_data,
         "data": problem.data.fingerprint(),
-        "init": problem.init if not callable(problem.model) or hasattr(problem.model, "parameters") else "built",
+        "init": problem.init if isinstance(problem.model, nn.Module) or problem.init != "given" else "built",
         **last.facts,
         "seconds": sum(stage.facts["seconds"] for stage in stages),
         "converged": stages[0].facts["converged"],

@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.seeds import stream
+from bayesformer.attention import family_weights
+from bayesformer.core.seeds import generator, stream
 from bayesformer.core.types import Batch, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
@@ -18,7 +19,7 @@ from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe
-from bayesformer.model.randomness import Randomness, find_randomness
+from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
@@ -81,9 +82,11 @@ class Prototype:
         """What a training pass does: weights it leaves out, buffers it changes."""
         shell = self.skeleton.shell()
         found = probe(shell, self.few.inputs, training=True)
-        if found.unused:
-            names = ", ".join(found.unused[:5]) + (" ..." if len(found.unused) > 5 else "")
-            log.warning("outputs do not depend on %d inferred weights: %s", len(found.unused), names)
+        by_kl = family_weights(self.prepared)  # the KL of attention may depend on them
+        unused = [name for name in found.unused if name not in by_kl]
+        if unused:
+            names = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
+            log.warning("outputs do not depend on %d inferred weights: %s", len(unused), names)
         return found
 
     @cached_property
@@ -100,8 +103,7 @@ class Prototype:
     @property
     def moves_buffers(self) -> bool:
         """Whether training changes buffers (running averages), so that each member has its own."""
-        shell_held = set(self.held)
-        return any(not _is_within(name, shell_held) for name in self.probed.buffers_changed)
+        return any(name.rpartition(".")[0] not in self.held for name in self.probed.buffers_changed)
 
     @cached_property
     def randomness(self) -> Randomness:
@@ -148,13 +150,17 @@ class Prototype:
             other = dict(self.problem.model().named_parameters())
         return {name: p.detach() for name, p in frozen.items() if not torch.equal(p, other[name])}
 
+    def trial(self, shell: Shell, few: Batch) -> Tensor:
+        """Outputs of a pass in evaluation mode; if it draws random numbers, the caller's streams are left alone."""
+        shell.module.eval()
+        source = generator(self.problem.seed, "trial", device=self.skeleton.device)
+        with torch.no_grad(), stream(self.problem.seed, "trial"), pass_noise(source):
+            return shell(few.inputs)
+
     def _check(self, data: Batches, label: str) -> None:
         """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
-        shell = self.skeleton.shell(gradients=False)
-        shell.module.eval()
         few = batch_to(data.first(FEW), self.skeleton.device)
-        with torch.no_grad():
-            outputs = shell(few.inputs)
+        outputs = self.trial(self.skeleton.shell(gradients=False), few)
         if len(outputs) != len(few.targets):
             raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(few.targets)}.")
         whole = data.tensors
@@ -175,8 +181,3 @@ class _DecoderInputs:
 
     def __call__(self, batch: Batch) -> Batch:
         return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))
-
-
-def _is_within(name: str, modules: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in modules for i in range(1, len(parts)))

@@ -195,6 +195,7 @@ def fit_gaussian(
     prior_in_objective: bool = True,
     training: Training | None = None,
     replacement: bool = False,
+    held: tuple[str, ...] | None = None,
 ) -> Posterior:
     """A mode first where asked for, then an algorithm whose last state gives a Gaussian over the subset."""
     name, problem = type(method).__name__.lower(), prototype.problem
@@ -210,6 +211,7 @@ def fit_gaussian(
         starts=part.starts,
         skeletons=part.skeletons,
         replacement=replacement,
+        held=held,
         identity={"prior": repr(prior), "settings": repr(method)},
     )
     fitted = fit_stage(stage, 1)

@@ -1,0 +1,46 @@
+"""How the gradient of every single example is computed: all of a batch in one vmapped pass, or one after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from bayesformer.core.seeds import generator
+from bayesformer.core.types import Params
+from bayesformer.core.vectors import THETA
+from bayesformer.inference.ekf_common import Scores, looped_scores, scores
+from bayesformer.model.modes import set_training
+from bayesformer.train.objective import Objective
+from bayesformer.train.prototype import Prototype
+
+
+def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
+    """`scores` if the model can be vmapped over examples, else `looped_scores`.
+
+    Decided by a trial on two examples and a shell of its own, thus by the model alone. A model that decides by the
+    values of its inputs, or moves buffers, cannot be vmapped; neither can one whose noise needs the global streams.
+
+    Args:
+        prototype: the model, its data and its likelihood.
+        held: modules in evaluation mode, as they will be.
+    """
+    if prototype.randomness.kind == "global":
+        return looped_scores
+    try:
+        together = _tried(prototype, held, scores)
+    except (RuntimeError, ValueError, IndexError, NotImplementedError):
+        return looped_scores
+    if prototype.randomness.kind == "none":
+        alone = _tried(prototype, held, looped_scores)
+        if not torch.allclose(together[THETA], alone[THETA], 1e-3, 1e-5):
+            return looped_scores
+    return scores
+
+
+def _tried(prototype: Prototype, held: tuple[str, ...], way: Scores) -> Params:
+    """Gradients of the first examples, (B, P)."""
+    shell = prototype.skeleton.shell()
+    set_training(shell.module, held)
+    objective = Objective(shell, prototype.likelihood, prototype.problem.num_data)
+    noise = generator(0, "trial", device=shell.theta.device)
+    with prototype.randomness.passing(noise, prototype.dropout_rate):
+        return way(objective, {THETA: shell.theta}, prototype.few)[2]

@@ -1,0 +1,55 @@
+"""Every method fits and predicts without a single tensor or generator of the library that does not name its device."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bayesformer.methods import METHODS
+from bayesformer.posterior import Posterior
+from tests import device_watch
+from tests.contract import REFUSED, ask, fit, plain_model, ways_of
+from tests.contract_zoo import build
+from tests.device_watch import UnnamedDeviceError, watching_devices
+
+KINDS = ("all_weights", "batch_norm", "lora", "bfloat16_weights")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_factory_names_its_device(method, kind, monkeypatch, tmp_path, caplog):
+    pytest.importorskip("peft")
+    caplog.set_level(logging.ERROR)
+    assert (method, kind) not in REFUSED
+    example = build(kind)
+    plain = plain_model(kind, example)
+    with watching_devices(monkeypatch):
+        posterior = fit(method, example)
+        for way in ways_of(posterior, kind):
+            ask(posterior, example.inputs, way)
+        posterior.save(tmp_path)
+        ask(Posterior.load(tmp_path, plain), example.inputs, ways_of(posterior, kind)[0])
+
+
+def test_a_factory_of_the_library_is_found(monkeypatch, tmp_path):
+    """The same line is an error in a file of the library and none in a user's."""
+    inside, outside = f"{device_watch.HOME}/made_up.py", str(tmp_path / "model.py")
+    for text in ("torch.zeros(3)", "torch.rand(2)", "torch.Generator()", "torch.arange(3, dtype=torch.float32)",
+                 "torch.distributions.Normal(0.0, 1.0)", "torch.as_tensor([1.0])"):  # fmt: skip
+        with watching_devices(monkeypatch):
+            exec(compile(text, outside, "eval"), {"torch": torch})
+            with pytest.raises(
+                UnnamedDeviceError, match="without a device in bayesformer/made_up.py:<module>"
+            ):
+                exec(compile(text, inside, "eval"), {"torch": torch})
+    for text in ("torch.zeros(3, device='cpu')", "torch.zeros_like(x)", "x.new_zeros(3)", "torch.Generator(x.device)",
+                 "x.to(torch.float64)", "torch.as_tensor(x)", "nn.Linear(2, 3)", "torch.normal(x, 1.0)"):  # fmt: skip
+        with watching_devices(monkeypatch):
+            exec(compile(text, inside, "eval"), {"torch": torch, "nn": nn, "x": torch.ones(2)})
+
+
+def test_exceptions_are_few():
+    assert len(device_watch.ALLOWED) <= 5
+    assert all((Path(device_watch.HOME) / place.partition(":")[0]).exists() for place in device_watch.ALLOWED)
