@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import GaussianOutputs, Inputs
-from bayesformer.data.inputs import first_tensor, map_inputs
+from bayesformer.data.inputs import first_tensor, leaves, map_inputs
 from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
 from bayesformer.jacobians.sites import slope_numbers
@@ -80,7 +80,7 @@ class Linearised:
         self.module, self.space = module, space
         self.capture = Capture(module, space.select(self.roots.names)) if self.roots.names else None
         self.found = Found()
-        self.at_once: int | None = None  # examples whose slopes fit in memory; None before the first batch
+        self.at_once: dict[tuple[torch.Size, ...], int] = {}  # by shape, examples whose slopes fit in memory
 
     def over(self, batches: Iterable[Inputs], num_data: int | None = None) -> GaussianOutputs:
         """Mean and covariance of the outputs of every example, position by position; batches are read one by one.
@@ -124,11 +124,12 @@ class Linearised:
     def _at_once(self, inputs: Inputs) -> int:
         """Examples whose slopes at all layers fit in memory, for the columns of one backward pass."""
         assert self.capture is not None
-        if self.at_once is None:
-            outputs, sites = self.capture.probe(inputs)
+        key = tuple(x.shape[1:] for x in leaves(inputs) if isinstance(x, Tensor))
+        if key not in self.at_once:
+            outputs, sites = self.capture.probe(map_inputs(inputs, lambda x: x[:1]))
             columns = min(COLUMNS, outputs[0].numel())
-            self.at_once = max(1, SLOPES * len(outputs) // max(1, columns * slope_numbers(sites)))
-        return self.at_once
+            self.at_once[key] = max(1, SLOPES // max(1, columns * slope_numbers(sites)))
+        return self.at_once[key]
 
     def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
         """By backward passes from the features of the last layer, or from the outputs."""
@@ -137,7 +138,8 @@ class Linearised:
         rank = _rank(mean, examples)
         if len(head) == len(self.roots.blocks) and not self.roots.factor:
             self.found.last = self._module_of(self.roots.names)
-            yield self._closed_form(mean, head, rank).outputs(mean)
+            known = self._last_layer_only(inputs, examples)  # as for every later batch, to the last bit
+            yield self._closed_form(mean, head, rank).outputs(mean) if known is None else known
             return
         width = 1 if mean.dim() == 1 else mean.shape[-1]
         if width > COLUMNS and not self.found.searched:

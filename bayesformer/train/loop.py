@@ -222,7 +222,7 @@ def _judge(run: Run, job: Job) -> None:
     if job.validation is None or run.best_theta is None:
         return
     theta = run.theta
-    source = generator(job.seed, "validation", epoch, device=theta.device)
+    source = generator(job.seed, "validation", run.total, device=theta.device)
     with job.randomness.passing(source, dropout_rate=job.dropout_rate):  # some models draw in evaluation mode, too
         value = score(job.shell, job.likelihood, theta, job.validation).cpu()
     set_training(job.shell.module, job.held)
