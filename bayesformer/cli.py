@@ -226,7 +226,7 @@ def _study_graphs(arguments: argparse.Namespace) -> int:
 def _study_attention(arguments: argparse.Namespace) -> int:
     """Draw the attention of a saved posterior."""
     from bayesformer.bench.predicting import load_posterior
-    from bayesformer.study import attention_maps
+    from bayesformer.study import map_study
 
     _check_file(arguments.output, "--output")
     task, posterior = load_posterior(arguments.posterior)
@@ -234,7 +234,7 @@ def _study_attention(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.index < len(test):
         raise ValueError(f"--index must be in 0..{len(test) - 1}; got {arguments.index}.")
     seen = posterior.attention_maps(test.take(slice(arguments.index, arguments.index + 1)).inputs, arguments.draws)
-    print(f"figure: {attention_maps.figure(seen, arguments.output)}")
+    print(f"figure: {map_study.figure(seen, arguments.output)}")
     return 0
 
 

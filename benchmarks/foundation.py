@@ -14,12 +14,14 @@ from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.data import Data
-from bayesformer.inference import optimise
 from bayesformer.laws import Samples
 from bayesformer.methods import Ensemble, Mle, Problem
-from bayesformer.network import FlatLogJoint, FlatModel, Layout
-from bayesformer.posterior import TENSORS, Posterior
-from bayesformer.train.loop import Job, Training, train
+from bayesformer.model.space import Space
+from bayesformer.posterior import Posterior
+from bayesformer.predict.saving import TENSORS
+from bayesformer.train.members import Stage, fit_stage
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.training import Training
 from benchmarks.harness import Comparison
 
 STEPS = {"toy": "toy/m1", "vit": "digits"}
@@ -44,11 +46,10 @@ def loop_overhead(label: str, task: Task) -> Comparison:
     data = _some(task, 400)
     training = Training(epochs=2, batch_size=task.training.batch_size, lr=1e-3, warmup=50)
 
+    problem = Problem(_model(task), task.likelihood, data, training=training)
+
     def ours() -> None:
-        flat = FlatModel(_model(task))
-        joint = FlatLogJoint(flat, task.likelihood, None, len(data))
-        transform = optimise.build(joint, training.adam(len(data)), training.clip)
-        train(Job(flat, transform, flat.theta, data, None, task.likelihood, training, 0, (0,)))
+        fit_stage(Stage(Prototype(problem), "mle", training), 1)
 
     return Comparison(
         f"loop overhead, {label}", ours, partial(hand_written_loop, task, data, training), 1.05, rounds=15
@@ -99,7 +100,7 @@ def members_in_two_processes(label: str, task: Task) -> Comparison:
 def predicting(label: str, task: Task) -> Comparison:
     """A ten-member predictive, in units of one plain forward pass over the same inputs."""
     model = _model(task).eval()
-    posterior = Posterior(model, task.likelihood, Samples(torch.randn(10, Layout.of(model).size) * 0.1))
+    posterior = Posterior(model, task.likelihood, Samples(torch.randn(10, Space.of(model).size) * 0.1))
     inputs = _some(task, 500).inputs
 
     def plain() -> None:
@@ -109,7 +110,7 @@ def predicting(label: str, task: Task) -> Comparison:
 
     return Comparison(
         f"predicting with 10 members, {label}",
-        lambda: posterior.outputs(inputs, workers=1),
+        lambda: posterior.outputs(inputs),
         plain,
         10.5,
         rounds=15,
@@ -124,7 +125,7 @@ def loading(label: str, task: Task, members: int, mapped: bool = False) -> Compa
     """
     model = _model(task)
     folder = Path(tempfile.mkdtemp())
-    Posterior(model, task.likelihood, Samples(torch.randn(members, Layout.of(model).size))).save(folder)
+    Posterior(model, task.likelihood, Samples(torch.randn(members, Space.of(model).size))).save(folder)
     repeat = max(1, 400 // members)
 
     def ours() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from bayesformer.core.types import Batch
-from bayesformer.network import select_output, split_inputs
+from bayesformer.model.calling import select_output, split_inputs
 from benchmarks.workloads import Workload
 
 Steps = Callable[[], None]

@@ -8,20 +8,22 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.core.vectors import THETA
-from bayesformer.engine import Strategy
+from bayesformer.core.strategy import Strategy
 from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag
-from bayesformer.layers import convert
-from bayesformer.methods import Problem, Sghmc
-from bayesformer.methods.layers import Penalty
-from bayesformer.network import FlatLogJoint, FlatModel, apply
+from bayesformer.layers.preparation import Preparation
+from bayesformer.methods import MeanField, Problem, Sghmc
+from bayesformer.model.calling import apply
+from bayesformer.model.skeleton import Skeleton, shadow
+from bayesformer.model.space import Space
 from bayesformer.priors.prior import as_prior
-from bayesformer.train.loop import Training
 from bayesformer.train.members import build_optimiser
+from bayesformer.train.objective import Objective
+from bayesformer.train.training import Training
+from bayesformer.train.vector_prior import FlatPrior, NamedPrior
 from benchmarks.harness import Comparison
 from benchmarks.peers import peers
 from benchmarks.workloads import Workload, minilm, of_task
@@ -31,8 +33,7 @@ TRAINING = Training(lr=1e-3, warmup=50)
 
 def comparisons() -> Iterator[Comparison]:
     """All comparisons of this file."""
-    workloads = [of_task("toy", "toy/m1"), of_task("vit", "digits"), minilm()]
-    for work in [w for w in workloads if w is not None]:
+    for work in (of_task("toy", "toy/m1"), of_task("vit", "digits"), minilm()):
         yield from steps(work)
     for label, name in {"toy": "toy/m1", "vit": "digits"}.items():
         yield chains_in_one_process(label, name)
@@ -44,8 +45,8 @@ def steps(work: Workload) -> Iterator[Comparison]:
     plain = adam_steps(work)
     for algorithm, (build, budget) in ALGORITHMS.items():
         limit = 1.6 if work.label == "MiniLM" and algorithm in {"diagonal vi", "ivon"} else budget
-        yield Comparison(f"{algorithm} step, {work.label}", flat_steps(work, build), plain, limit, rounds=work.rounds)
-    local = flat_steps(work, build_optimiser, prepare=convert, penalty=Penalty(1.0, work.num_data))
+        yield Comparison(f"{algorithm} step, {work.label}", transform_steps(work, build), plain, limit, rounds=work.rounds)
+    local = transform_steps(work, build_optimiser, MeanField().preparation)
     name = f"mean-field step, local reparameterisation, {work.label}"
     yield Comparison(name, local, plain, 2.5, rounds=work.rounds)
     for name, run in peers(work):
@@ -77,23 +78,23 @@ def _problem(task: Task, epochs: int, workers: int, strategy: Strategy = "auto")
     return Problem(task.model, task.likelihood, data, training=training, workers=workers, strategy=strategy)
 
 
-def _vi(log_joint: LogJoint, training: Training, num_data: int) -> Transform:
-    return vi_diag.build(log_joint, 1 / num_data, training.adam(num_data))
+def _vi(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
+    return vi_diag.build(log_joint, 1 / num_data, training.adam(steps))
 
 
-def _sghmc(log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG001
+def _sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     return sghmc.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
 
-def _baoab(log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG001
+def _baoab(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     return baoab.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
 
-def _sgld(log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG001
+def _sgld(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     return sgld.build(log_joint, 1e-4, 1 / num_data)
 
 
-def _ivon(log_joint: LogJoint, training: Training, num_data: int) -> Transform:  # noqa: ARG001
+def _ivon(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     return ivon.build(log_joint, 1e-2, float(num_data))
 
 
@@ -120,20 +121,19 @@ def adam_steps(work: Workload) -> Callable[[], None]:
     return run
 
 
-def flat_steps(
-    work: Workload,
-    build: Callable[..., Transform],
-    prepare: Callable[[nn.Module], nn.Module] | None = None,
-    penalty: Penalty | None = None,
+def transform_steps(
+    work: Workload, build: Callable[..., Transform], preparation: Preparation | None = None
 ) -> Callable[[], None]:
-    """The same model and batch under one of our transforms, in place, with a Gaussian prior."""
-    model = work.model() if prepare is None else prepare(work.model())
-    flat = FlatModel(model)
-    flat.module.train()
-    prior = None if penalty is not None else as_prior("normal(0, 1)")
-    joint = FlatLogJoint(flat, work.likelihood, prior, work.num_data, penalty)
-    transform = build(joint, TRAINING, work.num_data)
-    state = [transform.init({THETA: flat.theta})]
+    """The same model and batch under one of our transforms, in place, with a Gaussian prior or random weights."""
+    model = work.model()
+    prepared = model if preparation is None else preparation(shadow(model))
+    space = Space.of(prepared)
+    shell = Skeleton(prepared, space).shell()
+    shell.module.train()
+    prior = NamedPrior(as_prior("normal(0, 1)"), space) if preparation is None else FlatPrior()
+    objective = Objective(shell, work.likelihood, work.num_data, prior)
+    transform = build(objective, TRAINING, work.num_data, work.num_data)
+    state = [transform.init({THETA: shell.theta})]
 
     def run() -> None:
         for _ in range(work.steps):

@@ -11,7 +11,7 @@ from bayesformer.attention import Dirichlet, Learned, attention_maps, attention_
 from bayesformer.attention.attention_maps import picture
 from bayesformer.cli import main
 from bayesformer.models.transformer import Encoder, Regressor
-from bayesformer.study import attention_maps as study
+from bayesformer.study import map_study as study
 
 
 def regressor(depth=2, heads=2):

@@ -32,4 +32,4 @@ def prediction_ms(posterior: Posterior, test: Data) -> float:
     """
     few = test.take(slice(0, TIMED)).inputs
     predict = partial(posterior.predict, few)
-    return best_seconds({"predict": predict}, TIMES, PATIENCE)["predict"] / len(first_tensor(few)) * 1e3
+    return best_seconds(predict, TIMES, PATIENCE) / len(first_tensor(few)) * 1e3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bayesformer import evaluate
-from bayesformer.attention.maps import picture
+from bayesformer.attention.attention_maps import picture
 from bayesformer.bench import chain_traces as traces
 from bayesformer.bench.costs import cost_of
 from bayesformer.bench.peak_memory import PeakMemory
@@ -20,7 +20,7 @@ from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.progress import Reporter
 from bayesformer.core.settings import summary
 from bayesformer.core.strategy import Strategy
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
 from bayesformer.methods import METHODS, Method, Problem
 from bayesformer.posterior import Posterior
 
@@ -54,8 +54,8 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
     problem = Problem(
         model=task.model,
         likelihood=task.likelihood,
-        data=data.train,
-        validation=data.validation,
+        data=as_batches(data.train, "train"),
+        validation=as_batches(data.validation, "validation"),
         training=training,
         seed=cell.seed,
         strategy=options.strategy,

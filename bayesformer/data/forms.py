@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
 from bayesformer.data.collating import collate as collate_items
-from bayesformer.data.columns import Columns, ColumnTable, collate_rows, is_table
+from bayesformer.data.column_tables import Columns, ColumnTable, collate_rows, is_table
 from bayesformer.data.in_memory import Data, InMemory, join
 from bayesformer.data.indexed import Indexed
 from bayesformer.data.inputs import as_tensors

@@ -27,7 +27,7 @@ from bayesformer.data.labels import split_labels
 from bayesformer.data.order import bounds, epoch_order, num_steps
 
 
-class Source(Protocol):
+class ItemSource(Protocol):
     """Something whose examples are read by index and put together to a batch."""
 
     def __len__(self) -> int:
@@ -58,11 +58,11 @@ class Loading:
 
 
 class Indexed(Batches):
-    """Batches of a `Source`, in an order derived from the seed."""
+    """Batches of a `ItemSource`, in an order derived from the seed."""
 
     resumable: Literal["exact", "epoch"] = "exact"
 
-    def __init__(self, source: Source, name: str = "data", loading: Loading | None = None) -> None:
+    def __init__(self, source: ItemSource, name: str = "data", loading: Loading | None = None) -> None:
         if len(source) == 0:
             raise ValueError(f"{name} must have at least one example; got none.")
         self.source, self.name, self.num_data = source, name, len(source)
@@ -153,7 +153,7 @@ class Indexed(Batches):
 class _WholeBatches:
     """What a worker process reads from: an item is a whole batch, its examples always seeded."""
 
-    source: Source
+    source: ItemSource
     stream: int
 
     def __getitem__(self, indices: list[int]) -> Any:

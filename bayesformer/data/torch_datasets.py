@@ -24,7 +24,7 @@ WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "timeout", "prefe
 
 
 class Items:
-    """A `Source` of examples read one by one, `dataset[i]`, and put together by a collate function."""
+    """A `ItemSource` of examples read one by one, `dataset[i]`, and put together by a collate function."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ A likelihood of one's own derives from `Likelihood` and is made known in one lin
 from bayesformer.likelihoods.base import Likelihood
 from bayesformer.likelihoods.bernoulli import Bernoulli
 from bayesformer.likelihoods.categorical import Categorical
-from bayesformer.likelihoods.draws import LINK_DRAWS, as_draws, promote
 from bayesformer.likelihoods.next_token import NextToken
+from bayesformer.likelihoods.output_draws import LINK_DRAWS, as_draws, promote
 from bayesformer.likelihoods.poisson import Poisson
 from bayesformer.likelihoods.real import Gaussian
 from bayesformer.likelihoods.registry import LIKELIHOODS, as_likelihood, from_json, register, to_json

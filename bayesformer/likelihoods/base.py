@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Outputs
-from bayesformer.likelihoods.draws import as_draws, closed_form, promote
 from bayesformer.likelihoods.fisher import expected_hessian, expected_second_derivative
 from bayesformer.likelihoods.links import Link
+from bayesformer.likelihoods.output_draws import as_draws, closed_form, promote
 from bayesformer.likelihoods.predictive import Predictive
 
 P = TypeVar("P", bound=Predictive)

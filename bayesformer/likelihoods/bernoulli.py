@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from bayesformer.core.types import Outputs
 from bayesformer.likelihoods import links
 from bayesformer.likelihoods.base import Likelihood
-from bayesformer.likelihoods.draws import as_draws, closed_form, promote
 from bayesformer.likelihoods.links import Link
+from bayesformer.likelihoods.output_draws import as_draws, closed_form, promote
 from bayesformer.likelihoods.predictive import CategoricalPredictive
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bayesformer.core.types import Outputs
 from bayesformer.likelihoods.base import Likelihood
-from bayesformer.likelihoods.draws import promote
 from bayesformer.likelihoods.links import Link
+from bayesformer.likelihoods.output_draws import promote
 from bayesformer.likelihoods.predictive import PoissonPredictive
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from bayesformer.core.types import GaussianOutputs, Outputs
 from bayesformer.likelihoods.base import Likelihood, diagonal_columns
-from bayesformer.likelihoods.draws import as_draws, closed_form, promote, promoted_gaussian
 from bayesformer.likelihoods.links import Link
+from bayesformer.likelihoods.output_draws import as_draws, closed_form, promote, promoted_gaussian
 from bayesformer.likelihoods.predictive import GaussianPredictive
 
 

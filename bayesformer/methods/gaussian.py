@@ -248,7 +248,8 @@ class Ekf:
         """Filter once through the data; an earlier posterior, if given, is the Gaussian it starts from."""
         prototype = Prototype(problem)
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
-        method, sd = self, self.sd
+        method: Ekf = self
+        sd: float | Tensor = self.sd
         if problem.prior is not None:
             method, sd = replace(self, warm_up=0.0), earlier_law(prototype).sd
             if self.subset != "*":

@@ -29,7 +29,7 @@ from scipy import stats
 from torch import nn
 
 from bayesformer.bench.tasks import TASKS
-from bayesformer.core.storage import write_json
+from bayesformer.core.storage import read_json, write_json
 from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.data import Data, as_batches
 from bayesformer.data.inputs import first_tensor, map_inputs

@@ -20,13 +20,13 @@ from bayesformer.core.types import Params
 from bayesformer.version import __version__
 
 if TYPE_CHECKING:
-    from bayesformer.train.loop import Job, Run
+    from bayesformer.train.loop import Job, TrainingRun
 
 
 class Saver:
     """Writes the state of a run to a file from time to time, and reads it back."""
 
-    def __init__(self, job: Job, run: Run, path: Path | None, every_seconds: float) -> None:
+    def __init__(self, job: Job, run: TrainingRun, path: Path | None, every_seconds: float) -> None:
         self.job, self.run, self.path, self.every_seconds = job, run, path, every_seconds
         self.identity = "" if path is None else job_identity(job)
         self.saved = time.monotonic()
@@ -100,7 +100,7 @@ def job_identity(job: Job) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _write(run: Run, job: Job, path: Path, identity: str) -> None:
+def _write(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     tensors = {f"state.{k}": v for k, v in pack_state(run.state).items()}
     tensors |= {"best.score": run.best_score, "best.epoch": run.best_epoch, "stopped": run.stopped, "stale": run.stale}
     if run.best_theta is not None:
@@ -120,7 +120,7 @@ def _write(run: Run, job: Job, path: Path, identity: str) -> None:
     write_tensors(path, tensors, facts)
 
 
-def _read(run: Run, job: Job, path: Path, identity: str) -> None:
+def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     try:
         tensors, facts = read_checked(path, "checkpoint")
     except DamagedFileError as error:

@@ -84,7 +84,7 @@ class Trained(NamedTuple):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """Everything a checkpoint holds."""
 
     state: Any
@@ -135,14 +135,14 @@ def train(
     return _result(run, job)
 
 
-def _begin(job: Job) -> Run:
+def _begin(job: Job) -> TrainingRun:
     members, theta = len(job.members), job.theta
     if theta.dim() == 1:
         # The state lives in the shell's own vector: no copy per step.
         job.shell.load(theta)
         theta = job.shell.theta
     device = theta.device
-    return Run(
+    return TrainingRun(
         state=job.transform.init({THETA: theta}),
         epoch=0,
         step=0,
@@ -160,12 +160,12 @@ def _begin(job: Job) -> Run:
     )
 
 
-def _ended(run: Run, job: Job, epochs: int | None = None) -> bool:
+def _ended(run: TrainingRun, job: Job, epochs: int | None = None) -> bool:
     done = run.epoch if epochs is None else epochs
     return done >= job.training.epochs or run.total >= job.steps or bool(run.stopped.all())
 
 
-def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
+def _epoch(run: TrainingRun, job: Job, saver: checkpoints.Saver) -> None:
     """From the step where the epoch stands to its end, to the last step of all, or until nothing gets better."""
     if run.step == 0:
         for member, generator in zip(job.members, run.generators, strict=True):
@@ -189,7 +189,7 @@ def _epoch(run: Run, job: Job, saver: checkpoints.Saver) -> None:
     _end_epoch(run, job)
 
 
-def _end_epoch(run: Run, job: Job) -> None:
+def _end_epoch(run: TrainingRun, job: Job) -> None:
     """Note the epoch in the history, after a look at the validation data if one is due."""
     every = job.training.evaluate_every
     unseen = _ended(run, job, run.epoch + 1) and every is not None and run.total % every
@@ -202,7 +202,7 @@ def _end_epoch(run: Run, job: Job) -> None:
     run.epoch, run.step, run.values, run.latest = run.epoch + 1, 0, [], {}
 
 
-def _batches(job: Job, run: Run) -> Iterator[Batch]:
+def _batches(job: Job, run: TrainingRun) -> Iterator[Batch]:
     size, device = job.training.batch_size, job.theta.device
     options: dict[str, Any] = {"seed": job.seed, "epoch": run.epoch, "start": run.step, "device": device}
     options |= {"replacement": job.replacement, "join_single": job.join_single}
@@ -212,12 +212,12 @@ def _batches(job: Job, run: Run) -> Iterator[Batch]:
     return job.data.lockstep(size, members=job.members, **options)
 
 
-def _keep_draw(run: Run, job: Job) -> None:
+def _keep_draw(run: TrainingRun, job: Job) -> None:
     run.draws.append(run.theta.clone())
     run.draw_buffers.append(_buffers(job))
 
 
-def _judge(run: Run, job: Job) -> None:
+def _judge(run: TrainingRun, job: Job) -> None:
     """Keep the best weights so far of every member that has not stopped, and stop those out of patience."""
     if job.validation is None or run.best_theta is None:
         return
@@ -256,7 +256,7 @@ def score(shell: Shell, likelihood: Likelihood, theta: Tensor, data: Batches) ->
     return total / count
 
 
-def _check_finite(run: Run, job: Job) -> None:
+def _check_finite(run: TrainingRun, job: Job) -> None:
     """Look at the log joints of the epoch so far, and at the weights, which the last step may have spoiled."""
     table = torch.stack(run.values).reshape(len(run.values), -1) if run.values else run.theta.new_zeros(0, 1)
     spoiled = ~torch.isfinite(run.theta.sum(-1)).reshape(1, -1)  # a sum is not finite if an entry is not
@@ -287,7 +287,7 @@ def _buffers(job: Job) -> Params:
     return {name: value.clone() for name, value in job.shell.buffers.items()}
 
 
-def _result(run: Run, job: Job) -> Trained:
+def _result(run: TrainingRun, job: Job) -> Trained:
     members, alone = len(job.members), run.theta.dim() == 1
     theta = run.theta if run.best_theta is None else run.best_theta
     buffers = _buffers(job) if run.best_theta is None else run.best_buffers
@@ -313,7 +313,7 @@ def _label(members: tuple[int, ...]) -> str:
     return f"member {members[0]}" if len(members) == 1 else f"members {members[0]}-{members[-1]}"
 
 
-def _note(run: Run) -> str:
+def _note(run: TrainingRun) -> str:
     if not run.history:
         return ""
     last = run.history[-1]

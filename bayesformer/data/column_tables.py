@@ -14,7 +14,7 @@ from bayesformer.data.ragged import Padding
 
 
 class Columns:
-    """A `Source` that reads all columns of the examples of a batch at once, `table[[3, 0, 7]]`.
+    """A `ItemSource` that reads all columns of the examples of a batch at once, `table[[3, 0, 7]]`.
 
     Columns of text are left out, since models take numbers (a tokenised dataset still has its text), and so are those
     whose names are not in `keys`, the names of what the model takes, if they are given. Random transforms of a table
