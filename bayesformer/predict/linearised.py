@@ -126,9 +126,9 @@ class Linearised:
         assert self.capture is not None
         key = tuple(x.shape[1:] for x in leaves(inputs) if isinstance(x, Tensor))
         if key not in self.at_once:
-            outputs, sites = self.capture.probe(map_inputs(inputs, lambda x: x[:1]))
+            outputs, sites = self.capture.probe(inputs)
             columns = min(COLUMNS, outputs[0].numel())
-            self.at_once[key] = max(1, SLOPES // max(1, columns * slope_numbers(sites)))
+            self.at_once[key] = max(1, SLOPES * len(outputs) // max(1, columns * slope_numbers(sites)))
         return self.at_once[key]
 
     def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:

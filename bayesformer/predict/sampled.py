@@ -163,6 +163,8 @@ class Sampler:
         return self.known[key]
 
     def _why_not_together(self, few: Inputs) -> str | None:
+        if self.random.kind == "global":
+            return f"one pass has one stream: {self.random.torch_stream or self.random.python_streams}"
         if self.how.attention:
             return "every draw has weights and an attention stream of its own"
         if self.how.noisy and not families(self.shell.module):
