@@ -61,7 +61,10 @@ REFUSED: dict[tuple[str, str], str] = {
 
 NO_RULE = "no rule says how variance passes through it"
 REFUSED_WAYS: dict[tuple[str, str], str] = {
-    **{("streamlined", kind): NO_RULE for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5")},
+    **{
+        ("streamlined", kind): NO_RULE
+        for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5")
+    },
     ("streamlined", "bfloat16_base"): "the model casts to half precision by itself",
 }
 """Ways of predicting that a kind of model does not allow, with what the error says."""
@@ -282,7 +285,7 @@ def facts_of_process() -> dict[str, Any]:
     }
 
 
-def held_while(posterior: Posterior, gate: Any, hold: Callable[[], Answer], other: Callable[[], Answer]) -> tuple:
+def held_while(gate: Any, hold: Callable[[], Answer], other: Callable[[], Answer]) -> tuple:
     """Answers of a prediction that is held inside the model's forward, and of one that must finish meanwhile."""
     found: dict[str, Any] = {}
 

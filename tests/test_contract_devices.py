@@ -43,7 +43,10 @@ VARIANTS = [
     ("laplace", {"structure": "diag", "prior_precision": "marglik", "per": "layer"}),
     *(("vi", {"kind": kind}) for kind in ("dense", "diag")),
     ("ekf", {"kind": "dense", "transition_sd": 0.1}),
-    *(("mean_field", {"family": family, "local": False, "flipout": True}) for family in FAMILIES),
+    *(
+        ("mean_field", {"family": family, "local": False, "flipout": True, "prior": "cauchy(0, 1)"})
+        for family in FAMILIES
+    ),
     ("mean_field", {"predictive": "linearised"}),
     *(("attention", {"family": family}) for family in ("gaussian", "dirichlet", "weibull", "lognormal")),
     ("attention", {"family": "dirichlet", "data_dependent": True}),
@@ -60,10 +63,11 @@ def test_variants_name_their_devices(method, settings, monkeypatch):
     example = build("all_weights")
     few = {} if method == "swag" else {"draws": 2}
     problem = Problem(
-        example.model, as_likelihood(example.likelihood), example.data, training=replace(TRAINING, epochs=4)
+        example.model, as_likelihood(example.likelihood), example.data, training=replace(TRAINING, epochs=4, lr=1e-3)
     )
+    chosen = build_method(method, {**few, **settings})
     with watching_devices(monkeypatch):
-        posterior = build_method(method, {**few, **settings}).fit(problem)
+        posterior = chosen.fit(problem)
         for way in ways_of(posterior):
             ask(posterior, example.inputs, way)
 
@@ -75,9 +79,7 @@ def test_a_factory_of_the_library_is_found(monkeypatch, tmp_path):
                  "torch.distributions.Normal(0.0, 1.0)", "torch.as_tensor([1.0])"):  # fmt: skip
         with watching_devices(monkeypatch):
             exec(compile(text, outside, "eval"), {"torch": torch})
-            with pytest.raises(
-                UnnamedDeviceError, match="without a device in bayesformer/made_up.py:<module>"
-            ):
+            with pytest.raises(UnnamedDeviceError, match="without a device in bayesformer/made_up.py:<module>"):
                 exec(compile(text, inside, "eval"), {"torch": torch})
     for text in ("torch.zeros(3, device='cpu')", "torch.zeros_like(x)", "x.new_zeros(3)", "torch.Generator(x.device)",
                  "x.to(torch.float64)", "torch.as_tensor(x)", "nn.Linear(2, 3)", "torch.normal(x, 1.0)"):  # fmt: skip

@@ -119,7 +119,7 @@ def add_concrete_sites(
     sites pay only the entropy, K being the number of keys. `names` is a pattern of module names. Dropout that
     the model has elsewhere stays as it is.
     """
-    rate = tuple(rate) if isinstance(rate, list) else rate  # type: ignore[assignment]
+    start = (rate[0], rate[1]) if isinstance(rate, list) else rate  # from a file: JSON has no tuples
     hidden = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     sites = 0
     for name, module in list(model.named_modules()):
@@ -131,7 +131,7 @@ def add_concrete_sites(
         like = next(iter([*module.parameters(), *model.parameters()]))
         wide = torch.promote_types(like.dtype, torch.float32)  # half precision would round steps of a rate away
         with like.device:
-            site = ConcreteDropout(rate, temperature, lengthscale).to(wide).train(module.training)
+            site = ConcreteDropout(start, temperature, lengthscale).to(wide).train(module.training)
         if on_weights:
             module.dropout = site
         else:
