@@ -55,7 +55,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},
     ("mc_dropout", "no_dropout"): NO_DROPOUT,
-    ("concrete_dropout", "geometric"): "needs a model with linear layers",
+    ("concrete_dropout", "geometric"): "must have a linear layer whose weight is learned",
 }
 """Cells that are refused before training, with what the error says."""
 

@@ -3,7 +3,12 @@
 import torch
 from torch import nn
 
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
+from bayesformer.likelihoods import Categorical
+from bayesformer.model.shell import Shell
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.model.space import Space
+from bayesformer.train.loop import Job
 
 
 class Mlp(nn.Module):
@@ -71,3 +76,19 @@ def blobs(count=60, classes=2, seed=0):
     y = torch.randint(classes, (count,), generator=g)
     x = torch.randn(count, 3, generator=g) + 1.5 * torch.nn.functional.one_hot(y, 3)
     return Data(x, y)
+
+
+def shell_of(model: nn.Module) -> Shell:
+    """The model as a function of one vector."""
+    return Skeleton(model, Space.of(model)).shell()
+
+
+def job_of(shell, transform, theta, data, training, members=(0,), likelihood=None, **options) -> Job:
+    """A job of the training loop on data in memory, without validation."""
+    batches = as_batches(data)
+    steps = training.steps(batches.steps(training.batch_size))
+    options = {"validation": None, "seed": 0, "steps": steps, **options}
+    likelihood = likelihood or Categorical()
+    return Job(
+        shell, transform, theta, batches, likelihood=likelihood, training=training, members=tuple(members), **options
+    )

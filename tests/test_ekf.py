@@ -11,13 +11,14 @@ from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
 from bayesformer.data import Data
-from bayesformer.inference import ekf
+from bayesformer.inference import ekf_common as ekf
 from bayesformer.inference import ekf_dense as dense
 from bayesformer.inference import ekf_diag as diag
 from bayesformer.likelihoods import Categorical
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state
+from bayesformer.train.checkpoint import pack_state
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
+from tests.nets import shell_of
 
 KINDS = {"diag": diag, "dense": dense}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -284,8 +285,8 @@ class Attentive(nn.Module):
 
 
 def test_scores_of_a_flat_attention_model_are_those_of_single_examples():
-    model = FlatModel(Attentive())
-    joint = FlatLogJoint(model, Categorical(), None, 6)
+    model = shell_of(Attentive())
+    joint = Objective(model, Categorical(), 6)
     batch = Data(torch.randn(6, 5, 4), torch.arange(6) % 3).take(torch.arange(6))
     theta = model.theta.clone()
     value, outputs, ours = ekf.scores(joint, {THETA: theta}, batch)

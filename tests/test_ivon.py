@@ -7,13 +7,14 @@ import torch
 
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.vectors import THETA
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import ivon, schedules
 from bayesformer.likelihoods import Gaussian
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state, score, unpack_state
+from bayesformer.train.checkpoint import pack_state, unpack_state
+from bayesformer.train.loop import score
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
-from tests.nets import Mlp
+from tests.nets import Mlp, shell_of
 
 CURVATURE = torch.tensor([3.0, 0.5, 10.0], dtype=torch.float64)
 CENTRE = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
@@ -250,9 +251,9 @@ def test_update_can_be_vmapped(monkeypatch):
 
 
 def test_a_flat_model_keeps_its_mean_apart_from_its_draws():
-    model = FlatModel(Mlp())
+    model = shell_of(Mlp())
     data = Data(torch.randn(20, 3), torch.randn(20, 2))
-    joint = FlatLogJoint(model, Gaussian(1.0), None, 20)
+    joint = Objective(model, Gaussian(1.0), 20)
     begin, batch = model.theta.clone(), data.take(torch.arange(10))
     settings = {"lr": 0.1, "ess": 20.0, "draws": 2, "betas": (0.9, 0.99)}
     transform, plain = ivon.build(joint, **settings), ivon.build(joint.__call__, **settings)
@@ -260,7 +261,7 @@ def test_a_flat_model_keeps_its_mean_apart_from_its_draws():
         ours = transform.init({THETA: model.theta})
         for _ in range(5):
             ours, _ = transform.update(ours, batch, inplace=True)
-            score(model, Gaussian(1.0), ours.params[THETA], data)  # as the loop does after an epoch
+            score(model, Gaussian(1.0), ours.params[THETA], as_batches(data))  # as the loop does after an epoch
     with drawing_from([torch.Generator().manual_seed(0)]):
         theirs = run(plain, plain.init({THETA: begin}), 5, batch, inplace=False)
     torch.testing.assert_close(ours.params[THETA], theirs.params[THETA], rtol=1e-4, atol=1e-5)

@@ -8,9 +8,10 @@ from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA, pieces
 from bayesformer.inference import baoab, ivon, optimise, sghmc, sgld, vi_diag
 from bayesformer.likelihoods import Categorical
-from bayesformer.network import FlatLogJoint, FlatModel
 from bayesformer.priors.prior import as_prior
-from tests.nets import Mlp
+from bayesformer.train.objective import Objective
+from bayesformer.train.vector_prior import NamedPrior
+from tests.nets import Mlp, shell_of
 
 ALGORITHMS = {
     "vi": lambda joint: vi_diag.build(joint, 0.01, clip=1.0),
@@ -25,10 +26,10 @@ ALGORITHMS = {
 
 def run(build, steps=3, inplace=True):
     torch.manual_seed(0)
-    flat = FlatModel(Mlp(hidden=37).double())
-    assert flat.layout.size == 224
+    flat = shell_of(Mlp(hidden=37).double())
+    assert flat.space.size == 224
     batch = Batch(torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 0, 1]))
-    joint = FlatLogJoint(flat, Categorical(), as_prior("student_t(4, 0, 1)"), 6)
+    joint = Objective(flat, Categorical(), 6, NamedPrior(as_prior("student_t(4, 0, 1)"), flat.space))
     transform = build(joint)
     state = transform.init({THETA: flat.theta})
     torch.manual_seed(1)

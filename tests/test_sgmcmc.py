@@ -12,10 +12,11 @@ from bayesformer.core.vectors import THETA, dot, is_matrix
 from bayesformer.inference import baoab, psgld, schedules, sghmc, sgld, sgnht
 from bayesformer.inference.diagnostics import kinetic_temperature
 from bayesformer.likelihoods import Categorical
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import Job, Training, train
+from bayesformer.train.loop import train
+from bayesformer.train.objective import Objective
+from bayesformer.train.training import Training
 from tests.laws import assert_mean
-from tests.nets import Mlp, blobs
+from tests.nets import Mlp, blobs, job_of, shell_of
 
 N = 40_000  # independent chains in one vector: a variance is known to 0.7 %
 
@@ -475,11 +476,11 @@ def test_the_training_loop_drives_it(build):
     data, likelihood, torch_model = blobs(40), Categorical(), Mlp()
 
     def trained(members):
-        flat = FlatModel(torch_model)
-        transform = build(FlatLogJoint(flat, likelihood, None, len(data)), 0.05, 1 / len(data))
+        flat = shell_of(torch_model)
+        transform = build(Objective(flat, likelihood, len(data)), 0.05, 1 / len(data))
         theta = flat.theta.clone() if len(members) == 1 else flat.theta.expand(len(members), -1).clone()
         training = Training(epochs=4, batch_size=10)
-        return train(Job(flat, transform, theta, data, None, likelihood, training, 0, members))
+        return train(job_of(flat, transform, theta, data, training, members))
 
     one = trained((1,))
     torch.testing.assert_close(one.theta[0], trained((0, 1)).theta[1], rtol=1e-3, atol=1e-4)

@@ -10,14 +10,15 @@ from torch import Tensor
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Params, Transform
 from bayesformer.core.vectors import THETA
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import optimise, swag, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state, score, unpack_state
+from bayesformer.train.checkpoint import pack_state, unpack_state
+from bayesformer.train.loop import score
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
-from tests.nets import Mlp
+from tests.nets import Mlp, shell_of
 
 
 class Walk(NamedTuple):
@@ -211,16 +212,16 @@ def test_update_can_be_vmapped():
 
 
 def test_a_flat_model_that_scores_the_mean_does_not_move_the_inner_weights():
-    model = FlatModel(Mlp())
+    model = shell_of(Mlp())
     data = Data(torch.randn(20, 3), torch.randn(20, 2))
-    joint = FlatLogJoint(model, Gaussian(1.0), None, 20)
+    joint = Objective(model, Gaussian(1.0), 20)
     inner = optimise.build(joint, Adam(0.01))
     begin = model.theta.clone()
     transform = swag.build(inner, start=2, every=1, rank=2)
     state = transform.init({THETA: model.theta})
     for _ in range(6):
         state, _ = transform.update(state, data.take(torch.arange(20)), inplace=True)
-        score(model, Gaussian(1.0), state.params[THETA], data)  # as the loop does after an epoch
+        score(model, Gaussian(1.0), state.params[THETA], as_batches(data))  # as the loop does after an epoch
     plain = inner.init({THETA: begin})
     for _ in range(6):
         plain, _ = inner.update(plain, data.take(torch.arange(20)), inplace=True)

@@ -47,7 +47,7 @@ def test_a_picture_names_what_it_shows():
     assert [trace["name"] for trace in shown[:2]] == ["output 1 of 2", "output 2 of 2"]
     for trace in shown:
         assert [len(chain) for chain in trace["chains"]] == [5, 5]
-    layout = posterior(theta, 2).layout
+    layout = posterior(theta, 2).space
     for trace in shown[2:]:
         name, _, index = trace["name"].removesuffix("]").partition("[")
         expected = layout.views(theta)[name].flatten(1)[:, int(index)].view(2, 5)

@@ -8,14 +8,15 @@ from scipy import stats
 
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.vectors import THETA
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import optimise, vi_dense, vi_diag
 from bayesformer.inference.optimise import Adam
 from bayesformer.likelihoods import Gaussian
-from bayesformer.network import FlatLogJoint, FlatModel
-from bayesformer.train.loop import pack_state, score
+from bayesformer.train.checkpoint import pack_state
+from bayesformer.train.loop import score
+from bayesformer.train.objective import Objective
 from tests.laws import assert_mean
-from tests.nets import Mlp
+from tests.nets import Mlp, shell_of
 
 KINDS = {"diag": vi_diag, "dense": vi_dense}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -384,9 +385,9 @@ def test_draws_have_the_law_of_q(kind):
 
 def test_a_flat_model_keeps_its_mean_apart_from_its_draws():
     torch.manual_seed(0)
-    model = FlatModel(Mlp())
+    model = shell_of(Mlp())
     data = Data(torch.randn(20, 3), torch.randn(20, 2))
-    joint = FlatLogJoint(model, Gaussian(1.0), None, 20)
+    joint = Objective(model, Gaussian(1.0), 20)
     for kind in KINDS.values():
         start = model.theta.clone()
         transform = kind.build(joint, 1 / 20, Adam(0.01), log_sd=-1.0, draws=2)
@@ -395,7 +396,7 @@ def test_a_flat_model_keeps_its_mean_apart_from_its_draws():
             ours = transform.init({THETA: model.theta})
             for _ in range(5):
                 ours, _ = transform.update(ours, data.take(torch.arange(10)), inplace=True)
-                score(model, Gaussian(1.0), ours.params[THETA], data)  # as the loop does after an epoch
+                score(model, Gaussian(1.0), ours.params[THETA], as_batches(data))  # as the loop does after an epoch
         with drawing_from([torch.Generator().manual_seed(0)]):
             theirs = run(plain, plain.init({THETA: start}), 5, data.take(torch.arange(10)), inplace=False)
         torch.testing.assert_close(ours.params[THETA], theirs.params[THETA], rtol=1e-4, atol=1e-6)

@@ -1,4 +1,7 @@
-"""Dirichlet weights: a row of weights w_i ~ Dir(a_i m_i), m_i = softmax(logits_i), a_i > 0 its sharpness."""
+"""Dirichlet weights: a row of weights w_i ~ Dir(a_i m_i), m_i = softmax(logits_i), a_i > 0 its sharpness.
+
+Cinquin, Immer, Horn & Fortuin (2021), Pathologies in priors and inference for Bayesian transformers.
+"""
 
 from __future__ import annotations
 

@@ -154,3 +154,26 @@ def has_attention_name(config: Any) -> bool:
 def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
     """w (g - Σ w g) of each row of softmax weights w, in one pass (`_softmax_backward_data`, what autograd calls)."""
     return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The live table of a module's own parameters (`_parameters`); only in it can a plain tensor stand for a parameter.
+
+    `torch.func.functional_call` does the same, but leaves out what recurrent layers remember; see `relist_weights`.
+    """
+    return module._parameters
+
+
+def relist_weights(module: nn.Module) -> None:
+    """Let an LSTM, GRU or RNN use the weights that its table of parameters holds now.
+
+    Its forward reads a list of them (`_flat_weights`), which is renewed by setting attributes and not by the table.
+    """
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+
+
+def convolution(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """`(x, weight, bias) -> outputs` of a convolution layer with its stride, padding and groups (`_conv_forward`)."""
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor] = module._conv_forward  # type: ignore[assignment]
+    return forward

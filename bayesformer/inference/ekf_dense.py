@@ -29,6 +29,7 @@ def build(
     transition_sd: float = 0.0,
     *,
     sd: float | Tensor = 1.0,
+    start_precision: Tensor | None = None,
     curvature: Curvature | None = None,
     each: Scores = scores,
 ) -> Transform:
@@ -40,21 +41,25 @@ def build(
 
     Duffield et al. (2024), `posteriors`, whose code subtracts the Fisher where the equation adds it. Arguments as
     in `ekf.diag.build`; `curvature(params, batch)` returns minus the mean Hessian, (P, P) or (L, P, P), and must
-    leave Λ positive definite.
+    leave Λ positive definite. `start_precision` (P, P) takes the place of 1/sd² I.
 
     Known exactly: with q = 0 no eigenvalue of Λ ever falls. On linear regression with the exact curvature this is
     the Kalman filter: after the last batch, the posterior. With inputs along the axes it equals `ekf.diag`.
     """
     check_settings(lr, transition_sd, sd)
     step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature, each=each)
-    return Transform(partial(init, sd=sd), step)
+    return Transform(partial(init, sd=sd, start_precision=start_precision), step)
 
 
-def init(params: Params, *, sd: float | Tensor = 1.0) -> EKFDenseState:
-    """The prior N(params, sd² I)."""
+def init(params: Params, *, sd: float | Tensor = 1.0, start_precision: Tensor | None = None) -> EKFDenseState:
+    """The prior N(params, sd² I), or N(params, Λ⁻¹) for a precision Λ (P, P) to start from."""
     check_size(params, copies=3)  # the precision, what is added to it, its factor
     mean = {k: p.clone() for k, p in params.items()}
-    return EKFDenseState(mean, (torch.ones_like(ravel(params)) * sd**-2).diag_embed(), blank(params))
+    if start_precision is not None:
+        first = start_precision.expand(*ravel(params).shape[:-1], *start_precision.shape).clone()
+    else:
+        first = (torch.ones_like(ravel(params)) * sd**-2).diag_embed()
+    return EKFDenseState(mean, first, blank(params))
 
 
 def update(

@@ -35,7 +35,7 @@ from bayesformer.core.errors import unknown_name
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.sites import Axis, GeneralSite, Part, Site, backpropagate
-from bayesformer.jacobians.watch import UseKey, UseRecorder
+from bayesformer.jacobians.use_recorder import UseKey, UseRecorder
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 
@@ -80,20 +80,20 @@ class Capture:
         # One example alone cannot tell whether examples are kept apart: probe again once there are two.
         if self.probed < min(len(first_tensor(inputs)), PROBES[0]):
             self.probe(inputs)
-        outputs, watch = self._watched(inputs, self.axes)
-        for name, function in watch.uncovered.items():
+        outputs, recorder = self._recorded(inputs, self.axes)
+        for name, function in recorder.uncovered.items():
             # Its use depends on the data (a router's experts): what was done before may be wrong as well.
             raise ValueError(
                 f"parameter {name!r} is used by {function} in another way than on the first examples; "
                 f"follow it by a backward pass per example with general=[{name!r}], or leave it out."
             )
-        return outputs, self._sites(watch)
+        return outputs, self._sites(recorder)
 
-    def _watched(self, inputs: Inputs, axes: Mapping[UseKey, Axis | None]) -> tuple[Tensor, UseRecorder]:
+    def _recorded(self, inputs: Inputs, axes: Mapping[UseKey, Axis | None]) -> tuple[Tensor, UseRecorder]:
         examples = len(first_tensor(inputs))
         followed = (part for name, part in self.parts.items() if name not in self.general)
-        watch = UseRecorder(followed, examples, axes, self.columns, self.dtype)
-        with torch.inference_mode(False), torch.enable_grad(), _gradients_of(self.model, self.parameters), watch:
+        recorder = UseRecorder(followed, examples, axes, self.columns, self.dtype)
+        with torch.inference_mode(False), torch.enable_grad(), _gradients_of(self.model, self.parameters), recorder:
             outputs = apply(self.model, inputs)
         if len(outputs) != examples:
             raise ValueError(
@@ -102,10 +102,10 @@ class Capture:
         if not outputs.requires_grad:
             names = ", ".join(self.parameters)
             raise ValueError(f"outputs must depend on the parameters followed; they do not depend on {names}.")
-        return outputs, watch
+        return outputs, recorder
 
-    def _sites(self, watch: UseRecorder) -> list[Site]:
-        covered = [site for site in watch.sites if site.name not in self.general]
+    def _sites(self, recorder: UseRecorder) -> list[Site]:
+        covered = [site for site in recorder.sites if site.name not in self.general]
         slow = [
             GeneralSite(Part(name, p.shape), p, self.general[name], self.dtype)
             for name, p in self.parameters.items()
@@ -129,14 +129,14 @@ class Capture:
 
     def _probe(self, inputs: Inputs, sizes: tuple[int, ...]) -> tuple[Tensor, list[Site]]:
         for size in sizes:
-            outputs, watch = self._watched(map_inputs(inputs, lambda x, size=size: x[:size]), {})
-            uncovered = self.general | watch.uncovered
+            outputs, recorder = self._recorded(map_inputs(inputs, lambda x, size=size: x[:size]), {})
+            uncovered = self.general | recorder.uncovered
             covered = {name: p for name, p in self.parameters.items() if name not in uncovered}
-            wrong = mismatches(covered, outputs, watch.sites)
+            wrong = mismatches(covered, outputs, recorder.sites)
             if not wrong or size == sizes[-1]:
                 break
-        self.general, self.axes, self.probed = wrong | uncovered, watch.axes, size
-        return outputs, self._sites(watch)
+        self.general, self.axes, self.probed = wrong | uncovered, recorder.axes, size
+        return outputs, self._sites(recorder)
 
 
 def _repeated(inputs: Inputs, least: int) -> Inputs:

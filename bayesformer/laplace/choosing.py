@@ -48,12 +48,12 @@ class Choices(Protocol):
 
     @property
     def grid(self) -> int:
-        """Precisions to try."""
+        """How many precisions validation tries."""
         ...
 
 
 class Tuned(NamedTuple):
-    """What was chosen."""
+    """The prior's precisions and the noise that were chosen, and how well they did."""
 
     precisions: Tensor  # (G,), float64
     sigma: float | None = None
@@ -62,7 +62,7 @@ class Tuned(NamedTuple):
     """mean log-likelihood of the validation data, if they decided"""
 
     def blocks(self, at: Quadratic, like: Tensor) -> list[Block]:
-        """The posterior's covariance."""
+        """The posterior's covariance blocks at these precisions, in the dtype of `like`."""
         return [settled(block) for block in at.blocks(self.precisions.to(like), self.sigma)]
 
     def facts(self, at: Quadratic) -> dict[str, Any]:

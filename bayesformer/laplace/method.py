@@ -112,6 +112,10 @@ class Laplace:
     def fit(self, problem: Problem) -> Posterior:
         """Train to the mode, then fit the Gaussian; an earlier posterior takes the place of the prior."""
         self.check(problem.likelihood, problem.validation)
+        if problem.prior is not None and self.noise != "given":
+            raise ValueError(
+                f"laplace.noise must be 'given' where an earlier posterior is the prior; got {self.noise!r}."
+            )
         prototype = Prototype(problem)
         if problem.prior is not None:
             mode, stage = trained_mode(prototype)
@@ -124,7 +128,7 @@ class Laplace:
         return self.around(prototype, modes.start(0), facts)
 
     def resolved(self, validation: Batches | None) -> Laplace:
-        """With "auto" decided."""
+        """The same method with prior_precision="auto" decided: by validation data where there are any."""
         if self.prior_precision != "auto":
             return self
         return replace(self, prior_precision="marglik" if validation is None or self.per != "one" else "validation")

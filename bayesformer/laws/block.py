@@ -44,6 +44,13 @@ class Block(ABC):
         """(..., p) -> (..., q): rows times L where Σ = L Lᵀ; as `colour` wherever the root is symmetric."""
         return self.colour(rows)
 
+    def scaled(self, scale: Tensor) -> Block:
+        """The covariance of s · w for w of this one, s (p,) positive: diag(s) Σ diag(s)."""
+        from bayesformer.laws.dense import Dense
+
+        eye = torch.eye(self.size, dtype=scale.dtype, device=scale.device)
+        return Dense.of_root(scale.unsqueeze(-1) * self.times_root(eye))
+
     def draw(self, like: Tensor, source: torch.Generator) -> Tensor:
         """(p,): one draw of N(0, Σ), with the dtype and device of `like`."""
         noise = torch.empty(self.size, dtype=like.dtype, device=like.device)

@@ -18,9 +18,15 @@ class Dense(Block):
 
     tril: Tensor  # (p, p), lower triangular
 
+    @classmethod
+    def of_root(cls, root: Tensor) -> Dense:
+        """Σ = R Rᵀ from any root R (p, q), q at least p: the triangle of its QR decomposition, without forming Σ."""
+        upper = torch.linalg.qr(root.mT, mode="r").R
+        return cls((upper * torch.where(upper.diagonal() < 0, -1.0, 1.0).unsqueeze(-1)).mT.contiguous())
+
     @property
     def size(self) -> int:
-        """p."""
+        """p, the number of weights."""
         return len(self.tril)
 
     def times(self, rows: Tensor) -> Tensor:
@@ -49,3 +55,7 @@ class Dense(Block):
     def log_det_precision(self) -> Tensor:
         """Minus twice the sum of the log diagonal of L, ()."""
         return -2 * self.tril.diagonal().log().sum()
+
+    def scaled(self, scale: Tensor) -> Dense:
+        """diag(s) Σ diag(s), by scaled rows of L."""
+        return Dense(scale.unsqueeze(-1) * self.tril)

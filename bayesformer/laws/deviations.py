@@ -54,6 +54,10 @@ class Deviations(Block):
         """Minus log det Σ by the matrix determinant lemma, ()."""
         return -2 * (self.sd.log().sum() + self._capacitance().diagonal().log().sum())
 
+    def scaled(self, scale: Tensor) -> Deviations:
+        """diag(s) Σ diag(s): both parts are scaled."""
+        return Deviations(self.sd * scale, self.factor * scale)
+
     def _capacitance(self) -> Tensor:
         """(K, K): the Cholesky factor of I + F diag(sd⁻²) Fᵀ."""
         inner = (self.factor / self.sd.square()) @ self.factor.mT

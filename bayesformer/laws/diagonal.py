@@ -39,3 +39,7 @@ class Diagonal(Block):
     def log_det_precision(self) -> Tensor:
         """Minus the sum of the log variances, ()."""
         return -self.variance.log().sum()
+
+    def scaled(self, scale: Tensor) -> Diagonal:
+        """diag(s²) Σ, diagonal again."""
+        return Diagonal(self.variance * scale.square())

@@ -17,6 +17,7 @@ from bayesformer.laws.dense import Dense
 from bayesformer.laws.deviations import Deviations
 from bayesformer.laws.diagonal import Diagonal
 from bayesformer.laws.kronecker import Kronecker
+from bayesformer.laws.location_scale import LocationScaleLaw, location_scale
 from bayesformer.laws.low_rank import LowRank
 from bayesformer.laws.samples import Samples
 
@@ -87,6 +88,18 @@ class GaussianLaw:
         ]
         return torch.stack(terms).sum()
 
+    def precision(self) -> Tensor:
+        """(P, P): Σ⁻¹ in full, for a few thousand weights; every weight must have a spread."""
+        whole, seen = torch.zeros(self.size, self.size, dtype=self.mean.dtype, device=self.mean.device), 0
+        for place, block in zip(self.places, self.blocks, strict=True):
+            index = torch.arange(self.size, device=self.mean.device)[place]
+            eye = torch.eye(block.size, dtype=self.mean.dtype, device=self.mean.device)
+            whole[index[:, None], index] = block.precision_times(eye)
+            seen += block.size
+        if seen < self.size:
+            raise ValueError(f"every weight must have a spread to have a precision; {self.size - seen} have none.")
+        return whole
+
     def tensors(self) -> Params:
         """The mean, every block's place and parts, and the buffers, to save."""
         found = {"mean": self.mean, **{f"buffer.{name}": value for name, value in self.buffers.items()}}
@@ -143,11 +156,14 @@ def to_tensors(block: Block) -> tuple[str, Params]:
     return kind, {name: part for name, part in parts.items() if part is not None}
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw:
+def from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw | LocationScaleLaw:
     """The law that `tensors()` described; also in the form of files from before there were blocks."""
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
     if "theta" in tensors:
         return Samples(tensors["theta"], buffers)
+    family = location_scale(tensors, buffers)
+    if family is not None:
+        return family
     if any(name.startswith("block.") for name in tensors):
         return _of_blocks(tensors, buffers)
     return gaussian(tensors["mean"], tensors.get("sd"), tensors.get("factor"), tensors.get("tril"), buffers)

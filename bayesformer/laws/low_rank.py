@@ -61,3 +61,7 @@ class LowRank(Block):
     def log_det_precision(self) -> Tensor:
         """log det D plus the sum of log(1 + l), ()."""
         return self.prior.log().sum() + self.values.log1p().sum()
+
+    def scaled(self, scale: Tensor) -> LowRank:
+        """diag(s) Σ diag(s): only D changes, to D / s²."""
+        return LowRank(self.prior / scale.square(), self.vectors, self.values)

@@ -15,6 +15,7 @@ from bayesformer.core.settings import LATER
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import ekf_dense, ekf_diag, ivon, sgld, swag, vi_dense, vi_diag
 from bayesformer.inference.ekf_common import Scores
+from bayesformer.laws import GaussianLaw
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
@@ -145,7 +146,7 @@ class Ivon:
         return fit_gaussian(self, Prototype(problem), build, law, prior=None, prior_in_objective=earlier)
 
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False
+        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False  # noqa: ARG002
     ) -> Transform:
         """IVON with a cosine down to 0."""
         ess, decay = self.settings(num_data, earlier)
@@ -270,17 +271,16 @@ class Ekf:
         """Filter once through the data; an earlier posterior, if given, is the Gaussian it starts from."""
         prototype = Prototype(problem)
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
-        method: Ekf = self
-        sd: float | Tensor = self.sd
+        method, begin = self, self._beginning(None)
         if problem.prior is not None:
-            method, sd = replace(self, warm_up=0.0), earlier_law(prototype).sd
+            method, begin = replace(self, warm_up=0.0), self._beginning(earlier_law(prototype))
             if self.subset != "*":
                 raise ValueError(f"ekf.subset must be '*' with an earlier posterior as the prior; got {self.subset!r}.")
         held = prototype.noisy_held  # an example by itself has no averages of a batch
         return fit_gaussian(
             method,
             prototype,
-            partial(self.build, sd=sd, each=scores_for(prototype, held)),
+            partial(self.build, begin=begin, each=scores_for(prototype, held)),
             module.law,
             prior=None,
             prior_in_objective=False,
@@ -288,10 +288,22 @@ class Ekf:
             held=held,
         )
 
+    def _beginning(self, earlier: GaussianLaw | None) -> dict[str, Any]:
+        """The spread that the filter starts from: its setting, or that of an earlier posterior."""
+        if earlier is None:
+            return {"sd": self.sd}
+        return {"start_precision": earlier.precision()} if self.kind == "dense" else {"sd": earlier.sd}
+
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, sd: float | Tensor, each: Scores
+        self,
+        log_joint: LogJoint,
+        training: Training,
+        steps: int,  # noqa: ARG002
+        num_data: int,  # noqa: ARG002
+        begin: dict[str, Any],
+        each: Scores,
     ) -> Transform:
         """The filter, diagonal or dense."""
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
         lr = None if self.temperature == 1 else training.batch_size / self.temperature
-        return module.build(log_joint, lr, self.transition_sd, sd=sd, each=each)
+        return module.build(log_joint, lr, self.transition_sd, each=each, **begin)

@@ -40,7 +40,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Deep ensemble: networks with data orders of their own, averaged; a function that builds models gives new starts."""
+    """Deep ensemble: networks with data orders of their own, averaged; a function that builds models gives starts."""
 
     members: int = 10
     """networks to train"""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import GaussianOutputs, Inputs
-from bayesformer.data.inputs import first_tensor, leaves, map_inputs
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
 from bayesformer.jacobians.sites import slope_numbers
@@ -80,7 +80,6 @@ class Linearised:
         self.module, self.space = module, space
         self.capture = Capture(module, space.select(self.roots.names)) if self.roots.names else None
         self.found = Found()
-        self.at_once: dict[tuple[torch.Size, ...], int] = {}  # by shape, examples whose slopes fit in memory
 
     def over(self, batches: Iterable[Inputs], num_data: int | None = None) -> GaussianOutputs:
         """Mean and covariance of the outputs of every example, position by position; batches are read one by one.
@@ -117,29 +116,20 @@ class Linearised:
             return
         if (found := self._last_layer_only(inputs, examples)) is not None:
             yield found
-            return
-        for piece in _chunks(inputs, self._at_once(inputs)):
-            yield from self._backward(piece, examples)
-
-    def _at_once(self, inputs: Inputs) -> int:
-        """Examples whose slopes at all layers fit in memory, for the columns of one backward pass."""
-        assert self.capture is not None
-        key = tuple(x.shape[1:] for x in leaves(inputs) if isinstance(x, Tensor))
-        if key not in self.at_once:
-            outputs, sites = self.capture.probe(inputs)
-            columns = min(COLUMNS, outputs[0].numel())
-            self.at_once[key] = max(1, SLOPES * len(outputs) // max(1, columns * slope_numbers(sites)))
-        return self.at_once[key]
+        else:
+            yield from self._backward(inputs, examples)
 
     def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
-        """By backward passes from the features of the last layer, or from the outputs."""
+        """By backward passes from the features of the last layer, or from the outputs, once it is known which."""
         batch = self._captured(inputs)
         head, mean = self._head(features_of(batch.outputs, batch.sites)), batch.mean
-        rank = _rank(mean, examples)
         if len(head) == len(self.roots.blocks) and not self.roots.factor:
-            self.found.last = self._module_of(self.roots.names)
-            known = self._last_layer_only(inputs, examples)  # as for every later batch, to the last bit
-            yield self._closed_form(mean, head, rank).outputs(mean) if known is None else known
+            yield self._by_head(inputs, batch, head, examples)
+            return
+        few = _few_enough(batch)
+        if few < len(mean):
+            for piece in _chunks(inputs, few):
+                yield from self._backward(piece, examples)
             return
         width = 1 if mean.dim() == 1 else mean.shape[-1]
         if width > COLUMNS and not self.found.searched:
@@ -177,6 +167,17 @@ class Linearised:
         return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, features if known else None)
 
     # Only the last layer has spread.
+
+    def _by_head(
+        self, inputs: Inputs, batch: BatchSites, head: dict[int, list[Tensor]], examples: int
+    ) -> GaussianOutputs:
+        """The closed form, by the plain forward pass that later batches take: the first must not differ from them."""
+        self.found.last = self._module_of(self.roots.names)
+        found = self._last_layer_only(inputs, examples)
+        if found is not None:
+            return found
+        self.found.last = None
+        return self._closed_form(batch.mean, head, _rank(batch.mean, examples)).outputs(batch.mean)
 
     def _last_layer_only(self, inputs: Inputs, examples: int) -> GaussianOutputs | None:
         """From a plain forward pass, once the last layer is known; None should its outputs not be the model's."""
@@ -316,6 +317,12 @@ def last_linear(module: nn.Module, inputs: Inputs) -> nn.Linear | None:
         for hook in hooks:
             hook.remove()
     return next((own for own, out in seen if out is outputs), None)
+
+
+def _few_enough(batch: BatchSites) -> int:
+    """How many examples of a batch have slopes at all layers that fit in memory, for one backward pass; at least 1."""
+    columns = min(COLUMNS, batch.mean[0].numel())
+    return max(1, SLOPES * len(batch.mean) // max(1, columns * slope_numbers(batch.sites)))
 
 
 def _rank(mean: Tensor, examples: int) -> int:

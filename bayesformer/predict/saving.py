@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from bayesformer import likelihoods
-from bayesformer.attention import AttentionFamily, describe_families, install_described
+from bayesformer.attention import describe_families, family_weights, install_described
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.seeds import stream
 from bayesformer.core.storage import checksum, read_json, read_tensors, write_json, write_tensors
-from bayesformer.core.types import Params
 from bayesformer.laws import from_tensors
 from bayesformer.layers.preparation import Preparation
 from bayesformer.model.admission import unwrap
@@ -33,7 +32,9 @@ PLAIN = ("noisy_draws", "dropout_rate", "default_draws", "predictive", "link")
 def save(posterior: Posterior, folder: Path) -> Path:
     """Write both files; the JSON comes last, so that a folder without it is a save that did not finish."""
     model, infer = unwrap(posterior.model), posterior.infer
-    frozen = {**_frozen_in_families(model, infer), **posterior.frozen}
+    learned = {*infer}
+    frozen = {name: p.detach() for name, p in family_weights(model).items() if name not in learned}
+    frozen |= posterior.frozen
     tensors = {**posterior.law.tensors(), **{f"frozen.{name}": p for name, p in frozen.items()}}
     facts = {
         "format": FORMAT,
@@ -46,7 +47,7 @@ def save(posterior: Posterior, folder: Path) -> Path:
         "prepared_attention": describe_families(_prepared(model, infer, posterior.preparation)),
         "held": list(posterior.held),
         **{name: getattr(posterior, name) for name in PLAIN},
-        "base": base_fingerprint(model, {*infer, *frozen}),
+        "base": base_fingerprint(model, {*learned, *frozen}),
         "facts": dict(posterior.facts),
     }
     write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
@@ -91,17 +92,6 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
 def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
     """A hash of the weights that a file does not hold: draws for one base model are wrong on another."""
     return checksum({name: p for name, p in model.named_parameters() if name not in in_file})
-
-
-def _frozen_in_families(model: nn.Module, infer: tuple[str, ...]) -> Params:
-    """Weights of stochastic attention that are not inferred, by name: a plain model does not have them."""
-    found = {
-        f"{where}.{name}" if where else name: p.detach()
-        for where, module in model.named_modules()
-        if isinstance(module, AttentionFamily)
-        for name, p in module.named_parameters()
-    }
-    return {name: p for name, p in found.items() if name not in infer}
 
 
 def _prepared(model: nn.Module, infer: tuple[str, ...], preparation: Preparation) -> nn.Module:

@@ -5,34 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-WINDOW = 0.2  # share of the epochs, at the end, in which the objective should no longer rise
+WINDOW = 0.4  # share of the epochs, at the end, through which a line is laid
+AHEAD = 0.2  # share of the epochs over which its rise is looked at
 ENOUGH = 10  # epochs below which nothing can be told
-SHARE = 0.02  # of the whole rise that may still be gained in the window
+SHARE = 0.02  # of the whole rise that may still be gained
 
 
 def has_converged(history: Sequence[Mapping[str, list[float]]], member: int, stopped: bool) -> bool | None:
     """Whether a member's training has come to rest; None where the run is too short to tell.
 
-    A run that ended because validation data stopped improving has. Otherwise the mean of the log joint over the last
-    tenth of the epochs must not exceed that over the tenth before by more than 2 % of its whole rise, or by more than
-    two standard errors of its scatter there.
+    A run that ended because validation data stopped improving has. Otherwise a line is laid by least squares through
+    the log joints of the last two fifths of the epochs. The run is at rest if that line rises, over a fifth of the
+    epochs, by at most 2 % of the whole rise so far, or if its slope is within two standard errors of 0.
     """
     if stopped:
         return True
     values = [epoch["log_joint"][member] for epoch in history]
     if len(values) < ENOUGH:
         return None
-    half = max(2, round(len(values) * WINDOW / 2))
-    before, last = values[-2 * half : -half], values[-half:]
-    gain = _mean(last) - _mean(before)
-    error = math.sqrt((_variance(before) + _variance(last)) / half)
-    return gain <= SHARE * (max(values) - values[0]) or gain <= 2 * error
+    slope, error = _line(values[-max(4, round(WINDOW * len(values))) :])
+    gain = slope * AHEAD * len(values)
+    return gain <= SHARE * (max(values) - values[0]) or slope <= 2 * error
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _variance(values: Sequence[float]) -> float:
-    centre = _mean(values)
-    return sum((value - centre) ** 2 for value in values) / (len(values) - 1)
+def _line(values: Sequence[float]) -> tuple[float, float]:
+    """The slope of the least-squares line through equally spaced values, and its standard error."""
+    count = len(values)
+    middle, mean = (count - 1) / 2, sum(values) / count
+    spread = sum((t - middle) ** 2 for t in range(count))
+    slope = sum((t - middle) * (value - mean) for t, value in enumerate(values)) / spread
+    rest = sum((value - mean - slope * (t - middle)) ** 2 for t, value in enumerate(values))
+    return slope, math.sqrt(rest / (count - 2) / spread)

@@ -65,6 +65,11 @@ class Job:
     identity: Mapping[str, Any] = field(default_factory=dict)
     """facts beyond the training settings that make this job this one; guards a checkpoint"""
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the algorithm is not of this library: then it draws by functions of torch, as a model may."""
+        return type(self.transform) is not Transform
+
 
 class Trained(NamedTuple):
     """The result of a job, with the member axis in front."""
@@ -172,9 +177,9 @@ def _epoch(run: TrainingRun, job: Job, saver: checkpoints.Saver) -> None:
             generator.manual_seed(fold(job.seed, member, run.epoch, "noise"))
     every = job.training.evaluate_every
     for batch in _batches(job, run):
-        with job.randomness.passing(run.generators, dropout_rate=job.dropout_rate):
+        with job.randomness.passing(run.generators, job.dropout_rate, watch=job.is_foreign):
             run.state, _ = job.transform.update(run.state, batch, inplace=True)
-        run.values.append(log_value(run.state))
+        run.values.append(log_value(run.state).clone())  # some algorithms overwrite it in the next step
         run.step, run.total = run.step + 1, run.total + 1
         if job.collect is not None and run.total in job.collect.steps:
             _keep_draw(run, job)
@@ -223,7 +228,7 @@ def _judge(run: TrainingRun, job: Job) -> None:
         return
     theta = run.theta
     source = generator(job.seed, "validation", run.total, device=theta.device)
-    with job.randomness.passing(source, dropout_rate=job.dropout_rate):  # some models draw in evaluation mode, too
+    with job.randomness.passing(source):  # some models draw in evaluation mode, too
         value = score(job.shell, job.likelihood, theta, job.validation).cpu()
     set_training(job.shell.module, job.held)
     better = (value > run.best_score) & ~run.stopped

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.progress import Reporter
@@ -245,7 +245,7 @@ def facts_of(name: str, method: object, prototype: Prototype, *stages: Fitted) -
         "seed": problem.seed,
         "num_data": problem.num_data,
         "data": problem.data.fingerprint(),
-        "init": problem.init if not callable(problem.model) or hasattr(problem.model, "parameters") else "built",
+        "init": problem.init if isinstance(problem.model, nn.Module) or problem.init != "given" else "built",
         **last.facts,
         "seconds": sum(stage.facts["seconds"] for stage in stages),
         "converged": stages[0].facts["converged"],

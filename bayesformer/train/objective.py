@@ -59,6 +59,32 @@ class Constant:
         return self.value
 
 
+def bound(
+    outputs: Tensor,
+    module: nn.Module,
+    batch: Batch,
+    likelihood: Likelihood,
+    num_data: int,
+    kappa: Tensor | float | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """1/B Σ_n log p(y_n | x_n) - κ (KL(weights) / N + 1/B Σ_n KL_n(attention)), (), and its two parts by name.
+
+    Args:
+        outputs: of the module on the batch; its KL is that of this pass.
+        module: has random weights or stochastic attention, unless `kappa` is None.
+        batch: inputs, targets and which targets count.
+        likelihood: of the targets given the outputs.
+        num_data: N.
+        kappa: the weight κ of the KL terms; None for a module that has none.
+    """
+    value = likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
+    named = {"log_likelihood": value.detach()}
+    if kappa is not None:
+        kl = kappa * kl_divergence(module, num_data=num_data).mean()
+        value, named["kl"] = value - kl, kl.detach()
+    return value, named
+
+
 class Objective:
     """The objective as a function of {"theta": vector}, on one shell.
 
@@ -164,11 +190,8 @@ class Objective:
                 return apply(module, inputs)
 
         outputs = forward(batch.inputs)
-        value = self.likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
-        named = {"log_likelihood": value.detach()}
-        if self.has_kl:
-            kl = kappa * kl_divergence(module, num_data=self.num_data).mean()
-            value, named["kl"] = value - kl, kl.detach()
+        weight = kappa if self.has_kl else None
+        value, named = bound(outputs, module, batch, self.likelihood, self.num_data, weight)
         for term in self.terms:
             extra = term(forward, module, batch)
             value, named[term.name] = value - extra, extra.detach()

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from bayesformer.attention import family_weights
 from bayesformer.core.seeds import generator, stream
 from bayesformer.core.types import Batch, Params
 from bayesformer.data.batches import Batches
@@ -81,9 +82,11 @@ class Prototype:
         """What a training pass does: weights it leaves out, buffers it changes."""
         shell = self.skeleton.shell()
         found = probe(shell, self.few.inputs, training=True)
-        if found.unused:
-            names = ", ".join(found.unused[:5]) + (" ..." if len(found.unused) > 5 else "")
-            log.warning("outputs do not depend on %d inferred weights: %s", len(found.unused), names)
+        by_kl = family_weights(self.prepared)  # the KL of attention may depend on them
+        unused = [name for name in found.unused if name not in by_kl]
+        if unused:
+            names = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
+            log.warning("outputs do not depend on %d inferred weights: %s", len(unused), names)
         return found
 
     @cached_property

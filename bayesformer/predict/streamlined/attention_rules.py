@@ -182,7 +182,7 @@ def softmax(input: Uncertain, dim: int, *args: Any, dtype: torch.dtype | None = 
 
 @rule(F.log_softmax, torch.log_softmax, Tensor.log_softmax)
 def log_softmax(input: Uncertain, dim: int, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Uncertain:
-    """To first order: J = I - 1 pᵀ."""
+    """The logarithm of softmax to first order: J = I - 1 pᵀ."""
     dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
     value = torch.log_softmax(input.m if dtype is None else input.m.to(dtype), dim)
     p = value.exp()

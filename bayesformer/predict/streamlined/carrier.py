@@ -96,7 +96,7 @@ class Uncertain(Tensor):
 
     @property
     def settings(self) -> Settings:
-        """Of the pass."""
+        """The settings of the pass that this tensor belongs to."""
         return self.context.settings
 
     @property
@@ -167,15 +167,15 @@ class Uncertain(Tensor):
     mT = property(lambda self: self.transpose(-2, -1))
 
     def size(self, dim: int | None = None) -> Any:
-        """As of any tensor."""
+        """The shape of the mean, or its length along one axis."""
         return self.m.shape if dim is None else self.m.shape[dim]
 
     def dim(self) -> int:
-        """As of any tensor."""
+        """The number of axes that the mean has."""
         return self.m.dim()
 
     def numel(self) -> int:
-        """As of any tensor."""
+        """How many numbers the mean has."""
         return self.m.numel()
 
     def __len__(self) -> int:
