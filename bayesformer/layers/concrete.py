@@ -134,7 +134,8 @@ def add_concrete_sites(
         raise unknown_name("linear or attention module in names:", names, sites)
     for module in chosen.values():
         like = next(iter([*module.parameters(), *model.parameters()]))
-        site = ConcreteSite(between, temperature, lengthscale).to(like.device).train(module.training)
+        with like.device:
+            site = ConcreteSite(between, temperature, lengthscale).train(module.training)
         if like.dtype == torch.float64:
             site.double()
         if isinstance(module, Softmax):

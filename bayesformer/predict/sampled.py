@@ -188,14 +188,22 @@ class Sampler:
         return self.known[key]
 
     def _why_not_together(self, few: Inputs) -> str | None:
-        if self.how.attention:
-            return "every draw has weights and an attention stream of its own"
-        if self.how.noisy and not families(self.shell.module):
-            return "every draw has a dropout stream of its own"
-        if not self.how.noisy and self.random.kind != "none":
-            return "the model draws random numbers in evaluation mode"
-        if self.shell.facts.staged:
-            return "inferred weights have another precision than the vector they are kept in"
+        noisy, random = self.how.noisy, self.random
+        rules = (
+            (random.kind == "global", f"one pass has one stream: {random.torch_stream or random.python_streams}"),
+            (self.how.attention, "every draw has weights and an attention stream of its own"),
+            (noisy and not families(self.shell.module), "every draw has a dropout stream of its own"),
+            (not noisy and random.kind != "none", "the model draws random numbers in evaluation mode"),
+            (
+                bool(self.shell.facts.staged),
+                "inferred weights have another precision than the vector they are kept in",
+            ),
+        )
+        reason = next((reason for holds, reason in rules if holds), None)
+        return reason or self._compared(few)
+
+    def _compared(self, few: Inputs) -> str | None:
+        """Two draws in one pass against the same two one by one: in what way they differ, or None."""
         few = map_inputs(few, lambda x: x[:2])
         first = self._apart(2)
         alone = torch.stack([first.one(draw, few) for draw in (0, 1)])
