@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from bayesformer.core.progress import bars
-from bayesformer.core.seeds import generator
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
+from bayesformer.core.seeds import generator
 from bayesformer.data import Batches, as_batches
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune

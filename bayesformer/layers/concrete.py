@@ -139,7 +139,7 @@ def add_concrete_sites(
         if like.dtype == torch.float64:
             site.double()
         if isinstance(module, Softmax):
-            module.dropout = site
+            module.dropout = site  # type: ignore[assignment]
         else:
             module.concrete = site
             module.register_forward_pre_hook(_drop_inputs, with_kwargs=True)
