@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "TorchDispatchMode",
     "compiled_from",
     "defaults",
+    "empty_wrapper",
     "gradient_hooks",
     "is_distributed",
     "named_slots",
@@ -149,6 +150,17 @@ def set_attention_name(config: Any, name: str | None) -> None:
 def has_attention_name(config: Any) -> bool:
     """Whether an object is a config of transformers, which names an attention function."""
     return hasattr(config, "_attn_implementation_internal")
+
+
+W = TypeVar("W", bound=Tensor)
+
+
+def empty_wrapper(kind: type[W], like: Tensor) -> W:
+    """An object of a tensor subclass with the shape, dtype and device of `like` and no memory of its own.
+
+    Subclasses that only carry other tensors are made so throughout torch, by `Tensor._make_wrapper_subclass` alone.
+    """
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
