@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from bayesformer.attention import AttentionMap, MapRecorder, families
 from bayesformer.core.pool import Pool
-from bayesformer.core.seeds import stream
+from bayesformer.core.seeds import generator, stream
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, Inputs, Outputs, Params
 from bayesformer.data import as_inputs
@@ -24,6 +25,7 @@ from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood, links
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import Predictive
+from bayesformer.model.randomness import find_randomness
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
@@ -109,11 +111,28 @@ class Posterior:
         shell.module.eval()
         for parameter in shell.module.parameters():
             parameter.grad = None
+        if self.law.buffers:  # a pass may change them, and the next starts from those of the law all the same
+            shell.module.register_forward_pre_hook(lambda *_: shell.load_buffers(buffers_of(self.law, 0)))
         return shell
 
     @cached_property
     def _linearised(self) -> Pool[Linearised]:
         return Pool(lambda: Linearised(self._mean_shell().module, self.space, self.law))
+
+    @contextmanager
+    def _at_rest(self, data: InputBatches) -> Iterator[Pool[Linearised]]:
+        """Around passes at the mean; a model that draws random numbers there draws from a stream of their own.
+
+        Gives what lends linearised networks: those of such a model are made anew for each question, since what they
+        find on their first batch takes random numbers, too.
+        """
+        if "at rest" not in self._known:
+            few = inputs_to(data.first(FEW), self.device)
+            with self.at_mean.borrow() as shell, torch.no_grad():
+                self._known["at rest"] = find_randomness(shell.module, lambda: shell(few))
+        found = self._known["at rest"]
+        with found.passing(generator(0, "mean", device=self.device)):
+            yield self._linearised if found.kind == "none" else Pool(self._linearised.make)
 
     @property
     def theta(self) -> Tensor:
@@ -184,9 +203,9 @@ class Posterior:
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
         _check_gaussian(self, "linearised")
-        batch = next(as_inputs(inputs, "inputs").in_order(2**62, self.device))
-        with self._linearised.borrow() as linearised:
-            return linearised.joint(batch)
+        data = as_inputs(inputs, "inputs")
+        with self._at_rest(data) as pool, pool.borrow() as linearised:
+            return linearised.joint(next(data.in_order(2**62, self.device)))
 
     def predict(
         self,
@@ -334,11 +353,11 @@ class Posterior:
         self._check_base()
         batches = data.in_order(batch_size, self.device)
         if way == "linearised":
-            with self._linearised.borrow() as linearised:
+            with self._at_rest(data) as pool, pool.borrow() as linearised:
                 return linearised.over(batches, data.num_data)
         from bayesformer.predict.streamlined import streamlined_outputs
 
-        with self.at_mean.borrow() as shell:
+        with self._at_rest(data), self.at_mean.borrow() as shell:
             return streamlined_outputs(shell.module, self.space, self.law, batches, settings)
 
     @staticmethod

@@ -93,7 +93,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a JSONDecodeError, bad UTF-8, numbers without end: ValueErrors all
         raise DamagedFileError(f"{what} {path} is not valid JSON ({error}): truncated or altered.") from error
     except OSError as error:
-        raise DamagedFileError(f"{what} {path} cannot be read ({error}).") from error
+        raise DamagedFileError(f"{what} {path} cannot be read: {error.strerror or error}.") from error
     if not isinstance(value, dict):
         raise DamagedFileError(f"{what} {path} must hold a JSON object; got {type(value).__name__}.")
     return value

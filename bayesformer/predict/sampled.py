@@ -115,10 +115,18 @@ class Sampler:
                 for number, batch in enumerate(batches):
                     yield draw, number, self.one(draw, batch, number == 0)[None]
             return
-        for start in range(0, self.count, self.together):
-            draws = range(start, min(start + self.together, self.count))
+        size = self._pass_draws(batches)
+        for start in range(0, self.count, size):
+            draws = range(start, min(start + size, self.count))
             for number, batch in enumerate(batches):
                 yield start, number, self._several(draws, batch)
+
+    def _pass_draws(self, batches: Sequence[Inputs]) -> int:
+        """Draws per pass: of attention on a CPU, as many as leave the numbers of a pass in the cache."""
+        if not (self.how.noisy and self.device.type == "cpu"):
+            return self.together
+        numbers = max((first_tensor(batch).numel() for batch in batches), default=1)
+        return min(self.together, max(2, TOGETHER // max(numbers, 1)))
 
     def one(self, draw: int, inputs: Inputs, fresh: bool = True) -> Tensor:
         """(B, ...): outputs of one draw; without `fresh`, the shell holds its weights already."""
@@ -152,8 +160,7 @@ class Sampler:
         """Draws per pass: by the size of the problem, and only if draws made together are those made alone."""
         if self.count == 1 or strategy == "looped":
             return 1
-        numbers = first_tensor(few).numel()
-        size = max(2, TOGETHER // max(numbers, 1)) if self.how.noisy and self.device.type == "cpu" else CHUNK
+        size = self.count if self.how.noisy else CHUNK
         key = ("together", self.how.noisy, self.how.attention)
 
         def veto() -> str | None:
@@ -181,14 +188,22 @@ class Sampler:
         return self.known[key]
 
     def _why_not_together(self, few: Inputs) -> str | None:
-        if self.how.attention:
-            return "every draw has weights and an attention stream of its own"
-        if self.how.noisy and not families(self.shell.module):
-            return "every draw has a dropout stream of its own"
-        if not self.how.noisy and self.random.kind != "none":
-            return "the model draws random numbers in evaluation mode"
-        if self.shell.facts.staged:
-            return "inferred weights have another precision than the vector they are kept in"
+        noisy, random = self.how.noisy, self.random
+        rules = (
+            (random.kind == "global", f"one pass has one stream: {random.torch_stream or random.python_streams}"),
+            (self.how.attention, "every draw has weights and an attention stream of its own"),
+            (noisy and not families(self.shell.module), "every draw has a dropout stream of its own"),
+            (not noisy and random.kind != "none", "the model draws random numbers in evaluation mode"),
+            (
+                bool(self.shell.facts.staged),
+                "inferred weights have another precision than the vector they are kept in",
+            ),
+        )
+        reason = next((reason for holds, reason in rules if holds), None)
+        return reason or self._compared(few)
+
+    def _compared(self, few: Inputs) -> str | None:
+        """Two draws in one pass against the same two one by one: in what way they differ, or None."""
         few = map_inputs(few, lambda x: x[:2])
         first = self._apart(2)
         alone = torch.stack([first.one(draw, few) for draw in (0, 1)])
