@@ -127,7 +127,7 @@ def add_concrete_sites(
     chosen = {name: module for name, module in sites.items() if fnmatchcase(name, names)}
     if not sites:
         raise ValueError(
-            "model must have a linear layer whose weight is learned, or stochastic attention weights to drop; "
+            "concrete dropout needs a model with linear layers whose weight is learned, or with this library's attention; "
             f"{type(model).__name__} has none."
         )
     if not chosen:
@@ -138,7 +138,7 @@ def add_concrete_sites(
         if like.dtype == torch.float64:
             site.double()
         if isinstance(module, Softmax):
-            module.dropout = site
+            module.dropout = site  # type: ignore[assignment]  # called as dropout is
         else:
             module.concrete = site
             module.register_forward_pre_hook(_drop_inputs, with_kwargs=True)
