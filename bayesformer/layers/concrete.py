@@ -127,18 +127,19 @@ def add_concrete_sites(
     chosen = {name: module for name, module in sites.items() if fnmatchcase(name, names)}
     if not sites:
         raise ValueError(
-            "concrete dropout needs a model with linear layers whose weight is learned, or with this library's attention; "
+            "model must have a linear layer whose weight is learned, or stochastic attention weights to drop; "
             f"{type(model).__name__} has none."
         )
     if not chosen:
         raise unknown_name("linear or attention module in names:", names, sites)
     for module in chosen.values():
         like = next(iter([*module.parameters(), *model.parameters()]))
-        site = ConcreteSite(between, temperature, lengthscale).to(like.device).train(module.training)
+        with like.device:
+            site = ConcreteSite(between, temperature, lengthscale).train(module.training)
         if like.dtype == torch.float64:
             site.double()
         if isinstance(module, Softmax):
-            module.dropout = site  # type: ignore[assignment]  # called as dropout is
+            module.dropout = site  # type: ignore[assignment]
         else:
             module.concrete = site
             module.register_forward_pre_hook(_drop_inputs, with_kwargs=True)
