@@ -15,7 +15,6 @@ from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
-from bayesformer.data.in_memory import batch_to
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture, irregular_values
 from bayesformer.jacobians.sites import Site, backpropagate
@@ -117,7 +116,6 @@ class Sweep:
 
     def run(self, batch: Batch, number: int = 0) -> BatchPass:
         """The forward pass of one minibatch, refused where its outputs are not finite or its targets do not fit."""
-        batch = batch_to(batch, self.device)
         outputs, sites = self.capture(batch.inputs)
         values = outputs.detach().to(self.capture.dtype)
         self._check(values, batch, number)
