@@ -97,7 +97,7 @@ class Capture:
         followed = (part for name, part in self.parts.items() if name not in self.general)
         recorder = UseRecorder(followed, examples, axes, self.columns, self.dtype)
         with torch.inference_mode(False), torch.enable_grad(), _without_gradients(self.others), recorder:
-            outputs = apply(self.model, inputs)
+            outputs = apply(self.model, map_inputs(inputs, _tracked))
         if len(outputs) != examples:
             raise ValueError(
                 f"outputs must have one entry per example in front; got {tuple(outputs.shape)} for {examples} examples."
@@ -181,6 +181,11 @@ def irregular_values(like: Tensor) -> Tensor:
     """
     numbers = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return (1 + (numbers * 1.618033988749895 + 0.5).frac()).to(like.dtype).view(like.shape)
+
+
+def _tracked(x: Tensor) -> Tensor:
+    """The tensor, or a copy that autograd can work with if it was made in inference mode."""
+    return x.clone() if x.is_inference() else x
 
 
 @contextmanager
