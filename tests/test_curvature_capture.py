@@ -324,7 +324,7 @@ def test_encoder_fast_path_is_not_taken():
     assert run.general == {}
 
 
-def test_a_first_look_at_one_example_is_not_trusted_for_more():
+def test_what_is_found_does_not_depend_on_how_many_examples_come_first():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -334,11 +334,26 @@ def test_a_first_look_at_one_example_is_not_trusted_for_more():
             return self.layer(x.transpose(0, 1).reshape(-1, 3)).view(x.shape[1], len(x), 2).transpose(0, 1)
 
     model, x = Mixed().double().eval(), torch.randn(4, 6, 3).double()
-    run, _ = check(model, x[:1])
-    assert run.general == {}
-    check(model, x, run)
-    assert "layer.weight" in run.general
-    check(model, x[:1], run)
+    first, _ = check(model, x[:1])
+    assert "layer.weight" in first.general
+    assert check(model, x)[0].general == first.general
+    check(model, x, first)
+
+
+def test_a_model_that_takes_one_example_only_is_probed_on_one():
+    class Lone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            if len(x) != 1:
+                raise ValueError("one graph at a time")
+            return self.layer(x)
+
+    run, sites = check(Lone().double().eval(), torch.randn(1, 6, 3).double())
+    assert run.probed == 1
+    assert len(sites) == 2
 
 
 def test_errors():

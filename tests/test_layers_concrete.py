@@ -250,7 +250,7 @@ def test_variational_weights_and_concrete_sites_owe_together():
         (lambda: ConcreteDropout((0.5, 0.1)), r"or be a range of such; got \(0.5, 0.1\)"),
         (lambda: ConcreteDropout(0.1, temperature=0.0), "temperature must be positive; got 0.0"),
         (lambda: ConcreteDropout(0.1, lengthscale=-1.0), "lengthscale must be positive; got -1.0"),
-        (lambda: convert_concrete(nn.LayerNorm(3)), "needs a model with linear layers .*; LayerNorm has none"),
+        (lambda: convert_concrete(nn.LayerNorm(3)), "must have a linear layer whose weight is learned, .*; LayerNorm has none"),
         (lambda: convert_concrete(Mlp(), names="nat.0"), "'nat.0'. Did you mean 'net.0'"),
     ],
 )

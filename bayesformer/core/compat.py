@@ -152,11 +152,6 @@ def has_attention_name(config: Any) -> bool:
     return hasattr(config, "_attn_implementation_internal")
 
 
-def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
-    """w (g - Σ w g) of each row of softmax weights w, in one pass (`_softmax_backward_data`, what autograd calls)."""
-    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
-
-
 W = TypeVar("W", bound=Tensor)
 
 
@@ -189,3 +184,11 @@ def convolution(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], 
     """`(x, weight, bias) -> outputs` of a convolution layer with its stride, padding and groups (`_conv_forward`)."""
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor] = module._conv_forward  # type: ignore[assignment]
     return forward
+
+
+def is_batched_gradient(grad: Tensor) -> bool:
+    """Whether a gradient in a backward pass stands for several, as with `torch.autograd.grad(is_grads_batched=True)`.
+
+    torch maps these by an older vmap, which `transformed` does not see and in-place operations do not know.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(grad)

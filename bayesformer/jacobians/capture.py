@@ -119,9 +119,18 @@ class Capture:
     def probe(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
         """Find the batch axes on the first few examples and compare all gradients with autograd's.
 
-        Returns the outputs and sites of those examples. The first call does this by itself.
+        Returns the outputs and sites of those examples. The first call does this by itself. Fewer examples than the
+        probe needs are repeated, so that what it finds does not depend on how many come first; a model that takes one
+        example only (a graph) is probed on one.
         """
-        sizes = [size for size in PROBES if size <= len(first_tensor(inputs))] or [1]
+        try:
+            return self._probe(_repeated(inputs, PROBES[-1]), PROBES)
+        except (ValueError, RuntimeError, IndexError):
+            if len(first_tensor(inputs)) > 1:
+                raise
+            return self._probe(inputs, (1,))
+
+    def _probe(self, inputs: Inputs, sizes: tuple[int, ...]) -> tuple[Tensor, list[Site]]:
         for size in sizes:
             outputs, recorder = self._recorded(map_inputs(inputs, lambda x, size=size: x[:size]), {})
             uncovered = self.general | recorder.uncovered
@@ -131,6 +140,14 @@ class Capture:
                 break
         self.general, self.axes, self.probed = wrong | uncovered, recorder.axes, size
         return outputs, self._sites(recorder)
+
+
+def _repeated(inputs: Inputs, least: int) -> Inputs:
+    """The inputs, from the first example again where there are fewer than `least`."""
+    count = len(first_tensor(inputs))
+    if count >= least:
+        return inputs
+    return map_inputs(inputs, lambda x: x[torch.arange(least, device=x.device) % count])
 
 
 def mismatches(parameters: Mapping[str, Tensor], outputs: Tensor, sites: list[Site]) -> dict[str, str]:

@@ -66,7 +66,8 @@ class SketchFactor:
 
     def __init__(self, size: int, like: Tensor, rank: int) -> None:
         columns = min(size, rank + OVERSAMPLING)
-        noise = torch.randn(size, columns, generator=generator(0, "sketch", size), dtype=torch.float64)
+        source = generator(0, "sketch", size)
+        noise = torch.randn(size, columns, generator=source, dtype=torch.float64, device=source.device)
         self.rank = rank
         self.test = torch.linalg.qr(noise)[0].to(like)
         self.image = torch.zeros_like(self.test)

@@ -111,7 +111,7 @@ class Accumulator:
 
     def places(self) -> Tensor:
         """Its weights in the flat parameter, in order."""
-        return torch.arange(self.stretch.start, self.stretch.stop)
+        return torch.arange(self.stretch.start, self.stretch.stop, device="cpu")
 
     def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
         """Add what depends on the inputs of a minibatch; called once for each."""
@@ -243,7 +243,7 @@ def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]
     for name in sweep.names:
         own = [accumulator for (other, _), group in accumulators.items() if other == name for accumulator in group]
         found = [(accumulator.places(), accumulator.structure()) for accumulator in own]
-        unused = torch.ones(sweep.size(name), dtype=torch.bool)
+        unused = torch.ones(sweep.size(name), dtype=torch.bool, device="cpu")
         for places, _ in found:
             unused[places] = False
         if unused.any():

@@ -206,7 +206,7 @@ def _sizes(sweep: Sweep) -> tuple[str, str | None, int, int]:
 
 
 def _order(sweep: Sweep, weight: str, bias: str | None, outputs: int, count: int) -> Tensor:
-    grid = torch.arange(outputs * count).view(outputs, count)
+    grid = torch.arange(outputs * count, device="cpu").view(outputs, count)
     if bias is None:
         return grid.flatten()
     parts = {weight: grid[:, :-1].flatten(), bias: grid[:, -1]}

@@ -76,7 +76,8 @@ def _nothing(sweep: Sweep, names: list[str]) -> tuple[Tensor, Tensor]:
 
 def _by_krylov(sweep: Sweep, names: list[str], size: int, rank: int) -> tuple[Tensor, Tensor]:
     width = min(rank + OVERSAMPLING, size)
-    noise = torch.randn(size, width, generator=generator(sweep.seed, "low rank"), dtype=torch.float64)
+    source = generator(sweep.seed, "low rank")
+    noise = torch.randn(size, width, generator=source, dtype=torch.float64, device=source.device)
     block = torch.linalg.qr(noise.to(sweep.zeros(0)))[0]
     basis, images = block, _times(sweep, names, block)
     values, vectors = _best(basis, images, rank)

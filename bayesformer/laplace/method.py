@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
+from bayesformer.core.seeds import generator
 from bayesformer.data import Batches, as_batches
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
@@ -186,21 +187,22 @@ class Laplace:
         if form == "last_layer":
             chosen = last_layer.space_of(module, prototype.space, prototype.few.inputs)
             subset, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
-        return estimate(
-            module,
-            prototype.likelihood,
-            prototype.data,
-            form,
-            kind=None if self.curvature == "auto" else self.curvature,
-            subset=subset,
-            samples=self.samples,
-            seed=seed,
-            rank=self.rank,
-            size=self.size,
-            index=index,
-            reporter=prototype.problem.reporter,
-            space=prototype.space,
-        )
+        with prototype.at_rest.passing(generator(seed, "curvature", device=shell.theta.device)):
+            return estimate(
+                module,
+                prototype.likelihood,
+                prototype.data,
+                form,
+                kind=None if self.curvature == "auto" else self.curvature,
+                subset=subset,
+                samples=self.samples,
+                seed=seed,
+                rank=self.rank,
+                size=self.size,
+                index=index,
+                reporter=prototype.problem.reporter,
+                space=prototype.space,
+            )
 
 
 def laplace(

@@ -265,7 +265,8 @@ class CovarianceRoots:
 
     def _placed(self, place: slice | Tensor, block: Block) -> PlacedBlock:
         size = self.space.size
-        where = range(*place.indices(size)) if isinstance(place, slice) else torch.arange(size)[place.cpu()]
+        every = range(size) if isinstance(place, slice) else torch.arange(size, device="cpu")
+        where: Any = every[place if isinstance(place, slice) else place.cpu()]
         _check_size(len(where), block)
         return self._neighbours(where, block) if isinstance(where, range) else self._scattered(where, block)
 
@@ -279,11 +280,11 @@ class CovarianceRoots:
 
     def _scattered(self, where: Tensor, block: Block) -> PlacedBlock:
         names = tuple(n for n, s in self.places.items() if bool(((where >= s.start) & (where < s.stop)).any()))
-        columns = torch.cat([torch.arange(self.places[n].start, self.places[n].stop) for n in names])
-        position = torch.zeros(self.space.size, dtype=torch.int64)
-        position[columns] = torch.arange(len(columns))
+        columns = torch.cat([torch.arange(self.places[n].start, self.places[n].stop, device="cpu") for n in names])
+        position = torch.zeros(self.space.size, dtype=torch.int64, device="cpu")
+        position[columns] = torch.arange(len(columns), device="cpu")
         start = int(where[0])
-        stretch = torch.equal(where, torch.arange(start, start + len(where)))
+        stretch = torch.equal(where, torch.arange(start, start + len(where), device="cpu"))
         whole = torch.equal(where, columns)
         return PlacedBlock(block, names, position[where], slice(start, start + len(where)) if stretch else None, whole)
 

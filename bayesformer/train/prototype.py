@@ -112,6 +112,14 @@ class Prototype:
         set_training(shell.module, self.held)
         return find_randomness(shell.module, lambda: shell(self.few.inputs), True, self.dropout_rate)
 
+    @cached_property
+    def at_rest(self) -> Randomness:
+        """How a pass in evaluation mode draws random numbers, which few models do."""
+        shell = self.skeleton.shell(gradients=False)
+        shell.module.eval()
+        with torch.no_grad():
+            return find_randomness(shell.module, lambda: shell(self.few.inputs))
+
     def start(self, member: int) -> Start:
         """Where a member starts, as the problem's `init` says.
 

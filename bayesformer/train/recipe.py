@@ -185,6 +185,11 @@ def around(prototype: Prototype, modes: Modes, subset: Choice) -> Around:
     return Around(prototype, modes, space, place, inner, skeletons)
 
 
+def mode_share(method: Any, prototype: Prototype) -> float:
+    """The share of the training that finds a mode: as the method says, and some of it where a subset is inferred."""
+    return method.warm_up or (MODE_SHARE if is_proper(prototype, method.subset) else 0.0)
+
+
 def fit_gaussian(
     method: Any,
     prototype: Prototype,
@@ -199,7 +204,7 @@ def fit_gaussian(
 ) -> Posterior:
     """A mode first where asked for, then an algorithm whose last state gives a Gaussian over the subset."""
     name, problem = type(method).__name__.lower(), prototype.problem
-    share = method.warm_up or (MODE_SHARE if is_proper(prototype, method.subset) else 0.0)
+    share = mode_share(method, prototype)
     modes = find_modes(prototype, name, prior, share)
     part = around(prototype, modes, method.subset)
     stage = Stage(
