@@ -30,7 +30,7 @@ from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
-from bayesformer.predict.assemble import PASS_NUMBERS, Convert, assemble, rounds_of, tensors_of
+from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.ways import Way, check_way
@@ -236,20 +236,28 @@ class Posterior:
         return replace(latest[0], **tensors)
 
     def predict_batches(
-        self, inputs: Any, draws: int | None = None, *, link: Link | None = None, seed: int = 0, **options: Any
+        self,
+        inputs: Any,
+        draws: int | None = None,
+        *,
+        link: Link | None = None,
+        seed: int = 0,
+        batch_size: int | None = None,
+        strategy: Strategy = "auto",
     ) -> Iterator[Predictive]:
-        """Predictives of a few thousand examples at a time, in order: for data of any length in bounded memory.
+        """Predictives of some examples at a time, in order: for data of any length in bounded memory.
 
-        Each is what `predict` says of those examples. Options as for `predict`; "sampled" only.
+        Each is what `predict` says of those examples, by draws of the weights: a few thousand examples, or a batch
+        where that many would be more than 2²⁴ numbers. Options as for `predict`.
         """
-        if self._way(options.pop("predictive", None)) != "sampled":
-            raise ValueError("predict_batches needs predictive='sampled'; use predict on parts of the data otherwise.")
         latest: list[Any] = []
         convert = self._converter(link, latest)
-        data, size = as_inputs(inputs, "inputs"), options.pop("batch_size", None)
+        data = as_inputs(inputs, "inputs")
         with self.shells.borrow() as shell:
-            sampler = self._sampler(shell, data, draws, seed, options.pop("strategy", "auto"))
-            for part in rounds_of(sampler, data.in_order(self._pass_size(sampler, data, size), self.device), convert):
+            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
+            size = self._pass_size(sampler, data, batch_size)
+            examples = min(ROUND, ROUND_NUMBERS // (sampler.count * self._numbers(sampler, data)))
+            for part in rounds_of(sampler, data.in_order(size, self.device), convert, max(1, examples)):
                 yield replace(latest[0], **part)
 
     def _converter(self, link: Link | None, latest: list[Any]) -> Convert:
@@ -272,16 +280,25 @@ class Posterior:
         convert: Convert,
     ) -> Params:
         with self.shells.borrow() as shell:
-            sampler = self._sampler(shell, data, draws, seed, strategy)
+            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
             size = self._pass_size(sampler, data, batch_size)
-            return assemble(sampler, data.in_order(size, self.device), convert)
+            return assemble(sampler, data.in_order(size, self.device), convert, data.num_data)
 
-    def _sampler(self, shell: Shell, data: InputBatches, draws: int | None, seed: int, strategy: Strategy) -> Sampler:
+    def _sampler(
+        self,
+        shell: Shell,
+        data: InputBatches,
+        draws: int | None,
+        seed: int,
+        strategy: Strategy,
+        batch_size: int | None,
+    ) -> Sampler:
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else self.law.available)
         self._check_base()
         few = inputs_to(data.first(FEW), self.device)
-        return Sampler(shell, self._plan(count, seed), count, few, strategy, self._known)
+        examples = min(self._batch_size(batch_size), data.num_data or ROUND)
+        return Sampler(shell, self._plan(count, seed), count, few, strategy, self._known, examples)
 
     def _plan(self, count: int, seed: int) -> DrawPlan:
         noisy = bool(self.noisy_draws)
@@ -300,12 +317,18 @@ class Posterior:
         return {}
 
     def _pass_size(self, sampler: Sampler, data: InputBatches, wanted: int | None) -> int:
-        size = self._batch_size(wanted)
+        """Examples per pass: few where one example has many outputs."""
+        each = self._numbers(sampler, data)
+        most = pass_numbers(None if data.num_data is None else sampler.count * data.num_data * each)
+        return max(1, min(self._batch_size(wanted), most // each))
+
+    def _numbers(self, sampler: Sampler, data: InputBatches) -> int:
+        """Outputs of one example, counted by a trial pass on the first."""
         one = inputs_to(data.first(1), self.device)
         key = ("numbers", *(tuple(x.shape[1:]) for x in leaves(one) if isinstance(x, Tensor)))
         if key not in self._known:
-            self._known[key] = sampler.trial(one).numel()
-        return max(1, min(size, PASS_NUMBERS // max(1, self._known[key])))
+            self._known[key] = max(1, sampler.trial(one).numel())
+        return int(self._known[key])
 
     def _batch_size(self, given: int | None) -> int:
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):

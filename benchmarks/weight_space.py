@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 from bayesformer.bench.tasks import TASKS, Task
+from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.core.vectors import THETA
-from bayesformer.core.strategy import Strategy
 from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag
 from bayesformer.layers.preparation import Preparation
 from bayesformer.methods import MeanField, Problem, Sghmc
@@ -78,7 +78,7 @@ def _problem(task: Task, epochs: int, workers: int, strategy: Strategy = "auto")
     return Problem(task.model, task.likelihood, data, training=training, workers=workers, strategy=strategy)
 
 
-def _vi(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
+def _vi(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:
     return vi_diag.build(log_joint, 1 / num_data, training.adam(steps))
 
 

@@ -340,7 +340,7 @@ def test_a_posterior_with_a_likelihood_of_one_s_own(registry, tmp_path):
     again = bf.Posterior.load(folder, model)
     assert again.likelihood == Binomial()
     # J Λ Jᵀ written out: what autograd gave must be the information of the binomial law.
-    theta = posterior.weights.mean
+    theta = posterior.law.mean
     w, b = theta[:3], theta[3]
     p = torch.sigmoid(x @ w + b)
     features = torch.cat([x, torch.ones(40, 1)], 1)

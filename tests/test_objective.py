@@ -173,9 +173,9 @@ RANDOM = {
     "mean field": variational,
     "mean field, drawn weights": lambda: variational(local=False),
     "attention": attentive,
-    "both": lambda: Variational(attentive(), names="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0),
+    "both": lambda: Variational(attentive(), subset="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0),
     "both, drawn weights": lambda: Variational(
-        attentive(), names="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0, local=False
+        attentive(), subset="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0, local=False
     ),
 }
 POINTS = Batch(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 2)

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from bayesformer.core.rules import above, at_least, between, check_ranges, either, finite, one_of, whole, within
 
+from bayesformer.core.rules import above, at_least, between, check_ranges, either, finite, one_of, whole, within
 from bayesformer.methods import METHODS
 
 ALLOWED = {

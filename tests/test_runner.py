@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from bayesformer import cli
 from bayesformer.bench import demo, runner, tasks
 from bayesformer.bench.costs import TIMED, TIMES
 from bayesformer.bench.packing import pack
-from bayesformer.bench.planning import plan
+from bayesformer.bench.planning import REMOVED, Cell, plan
 from bayesformer.bench.predicting import read_rows
 from bayesformer.bench.records import CHECKPOINTS, read_results
 from bayesformer.bench.trial import Options
@@ -29,7 +29,7 @@ from bayesformer.core.settings import explain, parse_assignment
 from bayesformer.core.storage import with_numbers, write_json
 from bayesformer.methods import METHODS
 from bayesformer.posterior import Posterior
-from bayesformer.train.loop import Training
+from bayesformer.train.training import Training
 
 ROOT = Path(__file__).parent.parent
 TINY = {"training": {"epochs": 2}, "toy/*": {"train": 60, "validation": 20, "test": 50, "dim": 8}}
@@ -78,24 +78,59 @@ def test_other_settings_are_other_cells():
 
 
 def test_a_setting_that_came_later_changes_no_key_at_its_default():
-    """Stored results of mean_field know nothing of `predictive`, and still count."""
+    """Stored results of mean_field know nothing of `predictive`, nor of `max_steps` in training, and still count."""
     (cell,) = plan(["toy/m1"], ["mean_field"], [0], TINY)
-    before = {name: value for name, value in cell.method_settings.items() if name != "predictive"}
-    facts = [cell.task, cell.method, cell.task_settings, cell.training, before]
+    later = {"predictive", "samples", "max_steps", "evaluate_every", "precision", "buffers"}
+    before, training = (
+        {name: value for name, value in settings.items() if name not in later}
+        for settings in (cell.method_settings, cell.training)
+    )
+    assert (before.keys(), training.keys()) != (cell.method_settings.keys(), cell.training.keys())
+    facts = [cell.task, cell.method, cell.task_settings, training, before]
     assert cell.key == hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
     (other,) = plan(["toy/m1"], [{"name": "mean_field", "predictive": "streamlined"}], [0], TINY)
     assert other.key != cell.key
 
 
-def test_variants_that_differ_after_training_are_trained_once(tmp_path, monkeypatch):
-    steps = []
-    real = training_loop._save
-    monkeypatch.setattr(training_loop, "_save", lambda *args: (steps.append(args), real(*args)))
+class Epochs:
+    """Listens to a run and keeps the cell and the member of every epoch that is begun."""
+
+    def __init__(self):
+        self.begun = []
+
+    def update(self, task, done, total, note=""):
+        if task != "cells" and done < total:
+            self.begun.append(task)
+
+
+def test_every_stored_cell_still_counts():
+    """Its settings, completed by the defaults of those that came later, give the key it was stored under."""
+    stored = read_results(ROOT / "results").results
+    assert len(stored) > 2000
+    for result in stored:
+        settings, name = result["settings"], result["method"]
+        gone = settings["method"].keys() - {f.name for f in fields(METHODS[name])}
+        assert {k: settings["method"][k] for k in gone} == REMOVED.get(name, {})
+        chosen = {k: v for k, v in settings["method"].items() if k not in gone}
+        task = {**asdict(tasks.TASKS[result["task"]]()), **settings["task"]}
+        training = {**asdict(Training()), **settings["training"]}
+        cell = Cell(result["task"], name, result["seed"], task, training, {**asdict(METHODS[name]()), **chosen})
+        assert cell.key == result["key"]
+
+
+def test_a_stored_ensemble_is_not_run_again(capsys):
+    command = ["run", "--config", str(ROOT / "experiments/weight_space.toml"), "--methods", "ensemble", "--dry-run"]
+    assert cli.main([*command, "--results", str(ROOT / "results/weight_space")]) == 0
+    assert "0 of " in capsys.readouterr().out
+
+
+def test_variants_that_differ_after_training_are_trained_once(tmp_path):
+    epochs = Epochs()
     table = {"name": "laplace", "structure": ["diag", "last_layer"], "predictive": "sampled", "draws": [2, 3]}
     cells = plan(["toy/m1"], [table, {"name": "laplace", "start": 2.0}], [0, 1], TINY)
     assert len({cell.trained_in for cell in cells}) == 2 * 2
-    assert not runner.run(cells, Options(tmp_path / "together", keep_posteriors=False)).failed
-    assert len(steps) == 2 * 2  # one checkpoint at the end of every training: two seeds, two starts
+    assert not runner.run(cells, Options(tmp_path / "together", keep_posteriors=False), epochs).failed
+    assert len(epochs.begun) == 2 * 2 * 2  # two seeds, two starts, two epochs
     assert not any((tmp_path / "together" / CHECKPOINTS).rglob("*.safetensors"))
     runner.run(cells[:1], Options(tmp_path / "alone", keep_posteriors=False))
     one, two = (json.loads((tmp_path / name / cells[0].path).read_text()) for name in ("together", "alone"))
@@ -250,7 +285,7 @@ def deadly_run(folder, results):
     )
 
 
-def test_a_killed_worker_fails_its_cell_and_the_others_go_on(tmp_path):
+def test_a_killed_worker_fails_its_cell_and_the_others_go_on(tmp_path, capsys):
     ended = deadly_run(tmp_path, tmp_path / "runs")
     assert ended.returncode == 1
     assert "2 cells run, 0 were there already" in ended.stdout
@@ -258,8 +293,12 @@ def test_a_killed_worker_fails_its_cell_and_the_others_go_on(tmp_path):
     assert {(r["task"], r["seed"]) for r in stored} == {("toy/m1", 0), ("toy/m1", 1)}
     failed = [line for line in ended.stderr.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 2
-    assert all("toy/m2 mle seed" in line and "worker process died" in line for line in failed)
-    assert len(list((tmp_path / "runs" / "failed").rglob("seed*.json"))) == 2
+    assert all("toy/m2 mle seed" in line and "WorkerDiedError: a worker process died" in line for line in failed)
+    aside = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "failed").rglob("seed*.json")]
+    assert [(each["task"], "signal SIGKILL" in each["error"]) for each in aside] == [("toy/m2", True)] * 2
+    again = ["run", "toy/m1", "toy/m2", "--methods", "mle", "--seeds", "2", "--results", str(tmp_path / "runs"), *SETS]
+    assert cli.main([*again, "--no-posteriors"]) == 0
+    assert "2 cells run, 2 were there already" in capsys.readouterr().out
 
 
 def test_ctrl_c_stops_two_workers_at_once(tmp_path):
@@ -294,6 +333,7 @@ def test_a_damaged_checkpoint_says_what_to_delete(tmp_path):
     folder = tmp_path / CHECKPOINTS / cell.trained_in
     folder.mkdir(parents=True)
     names = checkpoints_of(cell, tmp_path / "elsewhere")
+    assert names
     for name in names:
         (folder / name).write_bytes(b"damaged")
     ((_, problem),) = runner.run([cell], Options(tmp_path)).failed
@@ -305,31 +345,11 @@ def test_a_damaged_checkpoint_says_what_to_delete(tmp_path):
 
 
 def checkpoints_of(cell, folder):
-    """Names of the checkpoint files that training the cell writes."""
-    names = []
-    real = training_loop._save
+    """Names of the checkpoint files that training the cell writes; they stay if the cell fails afterwards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_loop, "_save", lambda *a: (names.append(a[2].name), real(*a)))
+        patch.setattr(tasks.ToySeries, "evaluate", lambda self, ask, data: 1 / 0)
         runner.run([cell], Options(folder, keep_posteriors=False))
-    return set(names)
-
-
-def linger(seconds, reporter):
-    """Work for a worker: say who it is, then stay busy."""
-    print(os.getpid(), flush=True)
-    time.sleep(seconds)
-
-
-def test_a_killed_worker_fails_its_cell_and_no_other(tmp_path, monkeypatch):
-    cells = runner.plan(["toy/m1"], ["mle"], [0, 1, 2], TINY)
-    monkeypatch.setattr(runner, "CellWork", Deadly)
-    outcome = runner.run(cells, runner.Options(tmp_path, workers=2))
-    ((cell, problem),) = outcome.failed
-    assert cell.seed == 1
-    assert "WorkerDiedError: a worker process died" in problem
-    assert "signal SIGKILL" in json.loads((tmp_path / "failed" / cell.path).read_text())["error"]
-    monkeypatch.undo()
-    assert [path.name for path in runner.run(cells, runner.Options(tmp_path)).done] == ["seed1.json"]
+    return {path.name for path in (folder / CHECKPOINTS / cell.trained_in).glob("*.safetensors")}
 
 
 @pytest.mark.parametrize(
@@ -339,7 +359,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(tmp_path, monkeypatch):
         (["run", "toy/m1", "--methods", "mlee"], "unknown method 'mlee'. Did you mean 'mle'?"),
         (["run", "toy/m1", "--set", "training.epoch=3"], "unknown setting of training 'epoch'. Did you mean 'epochs'?"),
         (["run", "toy/m1", "--set", "training.epochs=many"], "training.epochs must be int; got 'many'"),
-        (["run", "toy/m1", "--set", "training.epochs=0"], "training.epochs must be positive; got 0"),
+        (["run", "toy/m1", "--set", "training.epochs=0"], "training.epochs must be a whole number, at least 1; got 0"),
         (
             ["run", "toy/m1", "--set", "trainin.epochs=3"],
             "unknown group of settings 'trainin'. Did you mean 'training'?",
@@ -354,7 +374,10 @@ def test_a_killed_worker_fails_its_cell_and_no_other(tmp_path, monkeypatch):
         ),
         (["run", "toy/m1", "--methods", ""], "unknown method ''"),
         (["run", "toy/m1", "--set", "training.epochs=2.5"], "training.epochs must be int; got 2.5"),
-        (["run", "toy/m1", "--set", "training.batch_size=0"], "training.batch_size must be positive; got 0"),
+        (
+            ["run", "toy/m1", "--set", "training.batch_size=0"],
+            "training.batch_size must be a whole number, at least 1; got 0",
+        ),
         (["run", "toy/m1", "--config", "."], "config . must be a TOML file; it is a folder."),
         (["run", "toy/m1", "--config", "/nowhere.toml"], "config /nowhere.toml does not exist."),
         (["demo", "--workers", "0"], "--workers must be at least 1; got 0"),
@@ -362,7 +385,7 @@ def test_a_killed_worker_fails_its_cell_and_no_other(tmp_path, monkeypatch):
         (["report", "results/ekf", "--output", "tests"], "--output must be a file; tests is a folder."),
         (["study", "cost", "results/laplace", "--output", "tests"], "--output must be a file; tests is a folder."),
         (["predict", "x", "y.csv", "--output", "tests"], "--output must be a file; tests is a folder."),
-        (["predict", "README.md", "y.csv"], "README.md/posterior.json: Not a directory."),
+        (["predict", "README.md", "y.csv"], "posterior README.md/posterior.json cannot be read: Not a directory."),
         (
             ["report", "results/ekf", "--choose", "zzz"],
             "unknown setting of the methods in these results 'zzz'. Known: draws",
@@ -542,10 +565,9 @@ def test_a_result_that_cannot_be_written_fails_its_cell_alone_and_is_not_trained
     assert (cell, len(outcome.done)) == (cells[0], 1)
     assert "No space left on device (its error could not be written to a file: No space left on device)" in problem
     full.clear()
-    steps = []
-    monkeypatch.setattr(training_loop, "_save", lambda *arguments: steps.append(arguments))
-    assert not runner.run(cells, Options(tmp_path, keep_posteriors=False)).failed
-    assert not steps  # the checkpoint of the whole training was there
+    epochs = Epochs()
+    assert not runner.run(cells, Options(tmp_path, keep_posteriors=False), epochs).failed
+    assert not epochs.begun  # the checkpoint of the whole training was there
 
 
 def test_list_names_every_task_method_and_setting(capsys):

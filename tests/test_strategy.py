@@ -8,11 +8,13 @@ import bayesformer as bf
 from bayesformer.core import strategy
 from bayesformer.core.strategy import choose, largest_tensor, run_members
 from bayesformer.core.workers import Workers
+from bayesformer.data import as_batches
 from bayesformer.likelihoods import Categorical
 from bayesformer.models.transformer import Encoder, SequenceClassifier
 from bayesformer.models.vit import VisionTransformer
-from bayesformer.train.loop import Training
-from bayesformer.train.members import TrainTask
+from bayesformer.train.members import Stage
+from bayesformer.train.problem import Problem
+from bayesformer.train.prototype import Prototype
 from tests.nets import Mlp, blobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -73,8 +75,9 @@ def test_the_largest_tensor_of_a_pass():
 
 
 def task(model, inputs):
-    data = bf.Data(inputs, torch.zeros(len(inputs), dtype=torch.long))
-    return TrainTask(model, Categorical(), data, None, Training(batch_size=len(inputs)), 0, "x")
+    data = as_batches((inputs, torch.zeros(len(inputs), dtype=torch.long)), "data")
+    problem = Problem(model, Categorical(), data, training=bf.Training(batch_size=len(inputs)))
+    return Stage(Prototype(problem), "x", problem.training)
 
 
 def text_model(dim, depth, vocabulary):
@@ -148,10 +151,10 @@ class Square:
     device, weights = CPU, 10**9
 
     def single(self, member, reporter):
-        return {"square": torch.tensor(member**2, dtype=torch.bfloat16)}
+        return torch.tensor([member**2], dtype=torch.bfloat16)
 
     def batched(self, members, reporter):
-        return {"square": torch.tensor([m**2 for m in members], dtype=torch.bfloat16)}
+        return torch.tensor([m**2 for m in members], dtype=torch.bfloat16)
 
     def largest(self):
         return 1
@@ -163,12 +166,12 @@ class Square:
         return {}
 
 
-def test_results_are_stacked_in_the_order_of_members():
+def test_results_come_in_the_order_of_members():
     with Workers(2) as pool:
         for options in [{}, {"workers": pool}, {"strategy": "processes", "workers": pool}]:
             made = run_members(Square(), [3, 1, 2], **options)
             assert made.strategy == ("processes" if options else "looped")
-            assert torch.equal(made["square"], torch.tensor([9, 1, 4], dtype=torch.bfloat16))
+            assert torch.equal(torch.cat(made.results), torch.tensor([9, 1, 4], dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="'batched' is not possible here: it is not worth it. Use 'looped'"):
         run_members(Square(), [1, 2], "batched")
     with pytest.raises(ValueError, match="unknown strategy 'fast'"):

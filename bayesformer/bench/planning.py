@@ -18,6 +18,11 @@ from bayesformer.core.settings import identity, override
 from bayesformer.methods import METHODS, Method, build_method
 from bayesformer.train.training import Training
 
+REMOVED: Mapping[str, Mapping[str, Any]] = {"ensemble": {"init": "fresh"}}
+"""Settings that methods once had, at the values that today's behaviour corresponds to. They are still part of a cell's
+key, so that results stored with them count. Members of an ensemble start from new models, as the runner's tasks build
+them."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -33,7 +38,7 @@ class Cell:
     @property
     def key(self) -> str:
         """Eight hexadecimal digits from a hash of the settings: cells with one key differ by seed only."""
-        chosen = identity(METHODS[self.method], self.method_settings)
+        chosen = {**REMOVED.get(self.method, {}), **identity(METHODS[self.method], self.method_settings)}
         training = identity(Training, self.training)
         facts = [self.task, self.method, self.task_settings, training, chosen]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "TorchDispatchMode",
     "compiled_from",
     "defaults",
+    "empty_wrapper",
     "gradient_hooks",
     "is_distributed",
     "named_slots",
@@ -151,9 +152,15 @@ def has_attention_name(config: Any) -> bool:
     return hasattr(config, "_attn_implementation_internal")
 
 
-def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
-    """w (g - Σ w g) of each row of softmax weights w, in one pass (`_softmax_backward_data`, what autograd calls)."""
-    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+W = TypeVar("W", bound=Tensor)
+
+
+def empty_wrapper(kind: type[W], like: Tensor) -> W:
+    """An object of a tensor subclass with the shape, dtype and device of `like` and no memory of its own.
+
+    Subclasses that only carry other tensors are made so throughout torch, by `Tensor._make_wrapper_subclass` alone.
+    """
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -177,3 +184,11 @@ def convolution(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], 
     """`(x, weight, bias) -> outputs` of a convolution layer with its stride, padding and groups (`_conv_forward`)."""
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor] = module._conv_forward  # type: ignore[assignment]
     return forward
+
+
+def is_batched_gradient(grad: Tensor) -> bool:
+    """Whether a gradient in a backward pass stands for several, as with `torch.autograd.grad(is_grads_batched=True)`.
+
+    torch maps these by an older vmap, which `transformed` does not see and in-place operations do not know.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -103,5 +104,6 @@ def _as_bytes(error: BaseException) -> bytes | None:
 
 
 def forget() -> None:
-    """Drop the function of the last call, and with it what it has mapped."""
+    """Drop the function of the last call, and with it what it has mapped; functions are often part of cycles."""
     _here.call, _here.fn = 0, None
+    gc.collect()

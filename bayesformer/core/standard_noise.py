@@ -24,7 +24,7 @@ def laplace_like(like: Tensor) -> Tensor:
 
 def logistic_like(like: Tensor) -> Tensor:
     """Standard logistic numbers log(u / (1 - u)) in the shape of `like`, u uniform on (0, 1)."""
-    return torch.logit(uniform_like(like))
+    return uniform_like(like).logit_()
 
 
 def student_like(like: Tensor, df: Tensor) -> Tensor:

@@ -41,6 +41,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def plain(value: Any) -> Any:
+    """The value as JSON knows it: lists, dicts with text keys, numbers; inf and nan as text, all else as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, bool | int | float | str | type(None)) else str(value)
+
+
 def write_json(path: Path, value: Any) -> None:
     """One line of JSON, in which infinities and NaN are the texts of `NOT_FINITE`; `with_numbers` reads them back."""
     try:
@@ -82,7 +93,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a JSONDecodeError, bad UTF-8, numbers without end: ValueErrors all
         raise DamagedFileError(f"{what} {path} is not valid JSON ({error}): truncated or altered.") from error
     except OSError as error:
-        raise DamagedFileError(f"{what} {path} cannot be read ({error}).") from error
+        raise DamagedFileError(f"{what} {path} cannot be read: {error.strerror or error}.") from error
     if not isinstance(value, dict):
         raise DamagedFileError(f"{what} {path} must hold a JSON object; got {type(value).__name__}.")
     return value

@@ -63,7 +63,8 @@ class Capture:
                 f"got a model whose {training or 'root'} module is training. Call model.eval()."
             )
         self.model = model
-        self.parameters = {name: model.get_parameter(name) for name in self.space.names}
+        # A shell that was made without gradients has weights that could not be differentiated in.
+        self.parameters = {name: model.get_parameter(name).requires_grad_() for name in self.space.names}
         self.general = dict.fromkeys(general, "asked for")
         self.parts = {name: (p, Part(name, p.shape)) for name, p in self.parameters.items()}
         self.axes: dict[UseKey, Axis | None] = {}

@@ -119,7 +119,7 @@ def estimate(
     if space is None:
         _check_eval(model)
         space = Space.of(model)
-        model = Skeleton(model, space).shell().module
+        model = Skeleton(model, space).shell(gradients=False).module
     device = model.get_parameter(space.names[0]).device
     few = data.first(PROBE)
     first = inputs_to(few.inputs, device)

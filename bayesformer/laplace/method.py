@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from bayesformer.core.progress import bars
-from bayesformer.core.seeds import generator
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
+from bayesformer.core.seeds import generator
 from bayesformer.data import Batches, as_batches
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
@@ -22,6 +22,7 @@ from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
+from bayesformer.predict.streamlined.refusals import refuse_attention
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.members import facts_of
 from bayesformer.train.problem import Problem, settings_of
@@ -117,6 +118,7 @@ class Laplace:
                 f"laplace.noise must be 'given' where an earlier posterior is the prior; got {self.noise!r}."
             )
         prototype = Prototype(problem)
+        self.check_model(prototype)
         if problem.prior is not None:
             mode, stage = trained_mode(prototype)
             facts = facts_of("laplace", self, prototype, stage)
@@ -146,6 +148,16 @@ class Laplace:
         if self.predictive != "sampled":
             links.check_link(self.link, likelihood.links)
 
+    def check_model(self, prototype: Prototype) -> None:
+        """Refuse a model that has no such weights, no such layer, or attention that cannot be predicted with."""
+        if "last_layer" in (self.subset, self.structure):
+            module = prototype.skeleton.shell(gradients=False).module.eval()
+            last_layer.space_of(module, prototype.space, prototype.few.inputs)
+        else:
+            prototype.space.select(self.subset)
+        if self.predictive == "streamlined":
+            refuse_attention(prototype.prepared)
+
     def around(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:
         """The posterior around a mode of the prototype's weights."""
         started, likelihood = time.perf_counter(), prototype.likelihood
@@ -166,12 +178,10 @@ class Laplace:
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""
-        shell = prototype.skeleton.shell()
+        shell = prototype.skeleton.shell(gradients=False)
         shell.load(mode.theta)
         shell.load_buffers(mode.buffers)
         module = shell.module.eval()
-        for parameter in module.parameters():
-            parameter.grad = None
         subset: Choice = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
@@ -231,6 +241,7 @@ def laplace(
         problem = Problem(model, known, as_batches(data, "data"), held, seed=seed, infer=infer, reporter=reporter)
         method.check(known, held)
         prototype = Prototype(problem)
+        method.check_model(prototype)
         facts = {
             "method": {"name": "laplace", **settings_of(method)},
             "seed": seed,

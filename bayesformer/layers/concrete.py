@@ -76,7 +76,7 @@ class ConcreteSite(nn.Module):
         self.width = x.shape[-1]
         if not self.training:
             return x
-        kept = torch.sigmoid(-(self.logit + logistic_like(x.to(self.logit))) / self.temperature)  # 1 - z
+        kept = (logistic_like(x.to(self.logit)) + self.logit).mul_(-1 / self.temperature).sigmoid_()  # 1 - z
         return x * (kept * (1 + self.logit.exp())).to(x.dtype)  # 1 / (1 - p) = 1 + e^logit
 
     def regulariser(self, weights: Sequence[Tensor] = (), width: int | None = None) -> Tensor:
@@ -139,7 +139,7 @@ def add_concrete_sites(
         if like.dtype == torch.float64:
             site.double()
         if isinstance(module, Softmax):
-            module.dropout = site
+            module.dropout = site  # type: ignore[assignment]
         else:
             module.concrete = site
             module.register_forward_pre_hook(_drop_inputs, with_kwargs=True)

@@ -20,12 +20,11 @@ from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.example_scores import scores_for
+from bayesformer.train.members import Stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
-from bayesformer.train.members import Stage
 from bayesformer.train.recipe import earlier_law, fit_gaussian, mode_share, shortened
 from bayesformer.train.training import Training
-
 
 FEWEST_SNAPSHOTS = 2  # of swag: one alone has no deviation from its mean
 

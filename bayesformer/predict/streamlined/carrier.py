@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from bayesformer.core.compat import empty_wrapper
 from bayesformer.predict.streamlined.options import Settings
 
 Rule: TypeAlias = Callable[..., Any]
@@ -85,7 +86,7 @@ class Uncertain(Tensor):
     @staticmethod
     def __new__(cls: type[Uncertain], m: Tensor, v: LazySpread, context: PassContext) -> Uncertain:
         """Without storage of its own: a kernel that got hold of it could only fail, never drop the spread."""
-        found: Uncertain = torch.Tensor._make_wrapper_subclass(cls, m.shape, dtype=m.dtype, device=m.device)
+        found: Uncertain = empty_wrapper(cls, m)
         found.m, found._v, found.context = m, v, context
         found.origin = found.structure = found.gate = None
         found.turned = found.scores = False
