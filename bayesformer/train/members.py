@@ -95,6 +95,8 @@ class Stage:
     def job(self, members: Sequence[int]) -> Job:
         """The members as one job of the training loop."""
         prototype, steps, count = self.prototype, self.steps, self.problem.num_data
+        if prototype.moves_buffers and 1 in {self.training.batch_size, count}:
+            prototype.check_single()
         random = prototype.randomness  # its trial comes before anything that stays in memory
         starts = [self.start(member) for member in members]
         theta = starts[0].theta if len(members) == 1 else None
