@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from bayesformer.attention import Softmax
-from bayesformer.layers import ConcreteDropout, convert, convert_concrete, kl_divergence
+from bayesformer.layers import ConcreteSite, convert, convert_concrete, kl_divergence
 from bayesformer.models import Encoder, Regressor
 from bayesformer.network import FlatModel, apply, is_stochastic, reinitialise, stochastic_mode
 from tests.laws import assert_law, assert_mean
@@ -27,17 +27,17 @@ def mask_moment(p, power, t=0.1):
 
 
 def sites(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, ConcreteDropout)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, ConcreteSite)}
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.8])
 def test_mask_is_the_relaxed_coin(p):
     ones = torch.ones(100_000, dtype=torch.float64)
-    warm = ConcreteDropout(p, temperature=0.8)  # at 0.1 many are 1 to all digits
+    warm = ConcreteSite(p, temperature=0.8)  # at 0.1 many are 1 to all digits
     kept = (warm(ones).detach() * (1 - p)).clamp_max(1)
     # 1 - z < c exactly when logit(1 - u) < t logit c + logit p
     assert_law(kept, lambda c: special.expit(0.8 * special.logit(c) + special.logit(p)))
-    masks = ConcreteDropout(p)(ones).detach()
+    masks = ConcreteSite(p)(ones).detach()
     assert_mean((masks * (1 - p) < 0.5).double(), p)
     assert_mean(masks, mask_moment(p, 1))
     assert_mean(masks.square(), mask_moment(p, 2))
@@ -47,7 +47,7 @@ def test_mask_is_the_relaxed_coin(p):
 
 
 def test_a_cold_mask_is_ordinary_dropout():
-    masks = ConcreteDropout(0.3, temperature=1e-5)(torch.ones(50_000)).detach()
+    masks = ConcreteSite(0.3, temperature=1e-5)(torch.ones(50_000)).detach()
     assert_mean(masks, 1.0)
     on = masks > 0.5
     assert_mean(on.float(), 0.7)
@@ -56,7 +56,7 @@ def test_a_cold_mask_is_ordinary_dropout():
 
 
 def test_no_rate_is_the_identity_and_so_is_eval_mode():
-    drop, x = ConcreteDropout(0.3), torch.randn(4, 5)
+    drop, x = ConcreteSite(0.3), torch.randn(4, 5)
     assert not torch.equal(drop(x), x)
     assert torch.equal(drop.eval()(x), x)
     drop.train().logit.data.fill_(-math.inf)
@@ -67,7 +67,7 @@ def test_no_rate_is_the_identity_and_so_is_eval_mode():
 
 @pytest.mark.parametrize("p", [0.1, 0.4])
 def test_gradient_in_the_rate_is_unbiased(p):
-    drop = ConcreteDropout(p).double()
+    drop = ConcreteSite(p).double()
     logits = drop.logit.detach().expand(200_000, 1)
     x = torch.ones(1, dtype=torch.float64)
 
@@ -104,7 +104,7 @@ def test_regulariser_is_a_kl_to_its_prior_up_to_a_constant():
         return (q * (np.log(safe) - log_prior)).sum() * (x[1] - x[0])
 
     def ours(p):
-        drop = ConcreteDropout(p).double()
+        drop = ConcreteSite(p).double()
         drop.logit.data.fill_(special.logit(p))  # not through float32
         return drop.regulariser(torch.tensor([[m * (1 - p)]], dtype=torch.float64), 1).item()  # W = M (1 - p)
 
@@ -124,10 +124,10 @@ def test_regulariser_gradcheck():
 
 
 def test_rates_start_in_their_range():
-    rates = torch.cat([ConcreteDropout((0.1, 0.5)).rate.detach() for _ in range(2000)])
+    rates = torch.cat([ConcreteSite((0.1, 0.5)).rate.detach() for _ in range(2000)])
     assert_law((rates - 0.1) / 0.4, "uniform")
-    assert ConcreteDropout(0.25).rate.item() == pytest.approx(0.25)
-    assert repr(ConcreteDropout(0.25)) == "ConcreteDropout(rate=0.25, temperature=0.1)"
+    assert ConcreteSite(0.25).rate.item() == pytest.approx(0.25)
+    assert repr(ConcreteSite(0.25)) == "ConcreteSite(rate=0.25, temperature=0.1)"
 
 
 # Sites
@@ -246,11 +246,14 @@ def test_variational_weights_and_concrete_sites_owe_together():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ConcreteDropout(0.0), "rate must lie strictly between 0 and 1, .*; got 0.0"),
-        (lambda: ConcreteDropout((0.5, 0.1)), r"or be a range of such; got \(0.5, 0.1\)"),
-        (lambda: ConcreteDropout(0.1, temperature=0.0), "temperature must be positive; got 0.0"),
-        (lambda: ConcreteDropout(0.1, lengthscale=-1.0), "lengthscale must be positive; got -1.0"),
-        (lambda: convert_concrete(nn.LayerNorm(3)), "must have a linear layer whose weight is learned, .*; LayerNorm has none"),
+        (lambda: ConcreteSite(0.0), "rate must lie strictly between 0 and 1, .*; got 0.0"),
+        (lambda: ConcreteSite((0.5, 0.1)), r"or be a range of such; got \(0.5, 0.1\)"),
+        (lambda: ConcreteSite(0.1, temperature=0.0), "temperature must be positive; got 0.0"),
+        (lambda: ConcreteSite(0.1, lengthscale=-1.0), "lengthscale must be positive; got -1.0"),
+        (
+            lambda: convert_concrete(nn.LayerNorm(3)),
+            "must have a linear layer whose weight is learned, .*; LayerNorm has none",
+        ),
         (lambda: convert_concrete(Mlp(), names="nat.0"), "'nat.0'. Did you mean 'net.0'"),
     ],
 )

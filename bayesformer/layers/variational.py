@@ -30,6 +30,21 @@ from bayesformer.priors.distributions import Distribution
 from bayesformer.priors.prior import PriorLike, as_prior
 
 
+class RawParameters(nn.ParameterList):
+    """An unconstrained parameter of every random weight, in the shapes of the weights, drawn from N(start, 0.01²)."""
+
+    def __init__(self, like: Iterable[Tensor], dtype: torch.dtype, start: float) -> None:
+        super().__init__(nn.Parameter(torch.empty_like(weight, dtype=dtype)) for weight in like)
+        self.start = start
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all of them anew around where they start."""
+        with torch.no_grad():
+            for raw in self:
+                raw.normal_(0.0, 0.01).add_(self.start)
+
+
 class OutputLayer(NamedTuple):
     """A linear, convolution or embedding layer that can draw its outputs in the place of its weights."""
 
@@ -64,7 +79,7 @@ class Variational(nn.Module):
 
     mean_mode: bool
     """True: use the locations, draw nothing"""
-    rho: nn.ParameterList
+    rho: RawParameters
     """scales before softplus, in the shapes and the order of `space`; a Student-t also has `raw_df`"""
 
     def __init__(
@@ -90,7 +105,6 @@ class Variational(nn.Module):
         if not df > 2:
             raise ValueError(f"df must be greater than 2, so that the variance is finite; got {df}.")
         self.family, self.local, self.flipout, self.mean_mode = FAMILIES[family], local, flipout, False
-        self.initial = {"rho": rho, "raw_df": df - 2 + math.log(-math.expm1(2 - df))}  # softplus inverted
         self.model = copy.deepcopy(model) if copy_model else model
         self.training = model.training
         learned = Space.of(self.model)
@@ -99,17 +113,10 @@ class Variational(nn.Module):
         self._warn_if_infinite()
         self._slots = slots_of(self.model, self.space)
         self._layers = _output_layers(self._slots)
+        starts = {"rho": rho, "raw_df": df - 2 + math.log(-math.expm1(2 - df))}  # softplus inverted
         for name in self.family.raw:
-            own = [torch.empty_like(self._loc(weight), dtype=self.space.dtype) for weight in self.space.names]
-            self.register_module(name, nn.ParameterList(nn.Parameter(raw) for raw in own))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Scales (and degrees of freedom) as at the start; locations belong to the model's own modules."""
-        with torch.no_grad():
-            for name in self.family.raw:
-                for raw in getattr(self, name):
-                    raw.normal_(0.0, 0.01).add_(self.initial[name])
+            like = (self._loc(weight) for weight in self.space.names)
+            self.register_module(name, RawParameters(like, self.space.dtype, starts[name]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, under one draw."""

@@ -91,7 +91,7 @@ class Mlp(nn.Module):
         self.up, self.down = Linear(dim, hidden), Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From (B, T, D) to (B, T, D)."""
+        """The same network at every position, from (B, T, D) to (B, T, D)."""
         return self.down(F.gelu(self.up(x)))
 
 
@@ -212,7 +212,7 @@ class _OfTokens(nn.Module):
         return self.projection(self.read(x, attention_mask))
 
     def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """What the logits are read off."""
+        """(B, ..., D): the states that the logits are computed from."""
         raise NotImplementedError
 
 
@@ -228,7 +228,7 @@ class SequenceClassifier(_OfTokens):
     """Logits (B, C) of a sequence, from the mean over its tokens."""
 
     def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """(B, D)."""
+        """(B, D): one state per sequence, the mean over its valid positions."""
         return mean_over(x, attention_mask)
 
 
