@@ -9,7 +9,7 @@ import pytest
 # another order than the one they are compared with.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)
 
