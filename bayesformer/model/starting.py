@@ -79,7 +79,7 @@ def _draw(path: str, module: nn.Module, root: nn.Module, chosen: set[int]) -> No
 def _without_parametrisations(module: nn.Module) -> nn.Module:
     """A module of the class before parametrisation with the same settings, and with weights of its own."""
     kind = parametrize.type_before_parametrizations(module)
-    twin = kind.__new__(kind)
+    twin: nn.Module = object.__new__(kind)
     nn.Module.__init__(twin)
     for name, value in vars(module).items():
         vars(twin).setdefault(name, value)
