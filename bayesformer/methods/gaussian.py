@@ -147,7 +147,7 @@ class Ivon:
     def build(
         self,
         log_joint: LogJoint,
-        training: Training,
+        training: Training,  # noqa: ARG002
         steps: int,
         num_data: int,
         earlier: bool = False,
