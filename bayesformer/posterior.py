@@ -146,7 +146,7 @@ class Posterior:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return self.law.mean.device
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:

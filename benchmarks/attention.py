@@ -62,8 +62,8 @@ def comparisons() -> Iterator[Comparison]:
     for name, peer in peers.items():
         yield Comparison(f"attention, {name}", passes(peer), softmax, None, rounds=9)
     for batch in (1, 64):
-        yield draws_together(30, batch, 5.5 if batch == 1 else 36.0)
-    yield draws_together(10, 64, 10.0)
+        yield draws_together(30, batch, 6.5 if batch == 1 else 36.0)
+    yield draws_together(10, 64, 11.5)
     for work in (of_task("vit", "digits"), large(), minilm()):
         if work is not None:
             yield from whole_steps(work)

@@ -45,7 +45,8 @@ def steps(work: Workload) -> Iterator[Comparison]:
     plain = adam_steps(work)
     for algorithm, (build, budget) in ALGORITHMS.items():
         limit = 1.6 if work.label == "MiniLM" and algorithm in {"diagonal vi", "ivon"} else budget
-        yield Comparison(f"{algorithm} step, {work.label}", transform_steps(work, build), plain, limit, rounds=work.rounds)
+        steps = transform_steps(work, build)
+        yield Comparison(f"{algorithm} step, {work.label}", steps, plain, limit, rounds=work.rounds)
     local = transform_steps(work, build_optimiser, MeanField().preparation)
     name = f"mean-field step, local reparameterisation, {work.label}"
     yield Comparison(name, local, plain, 3.5, rounds=work.rounds)

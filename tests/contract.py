@@ -50,12 +50,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CERTAIN = ("mle", "map")
 """methods with one draw"""
 NO_ATTENTION = "must have softmax attention that can be replaced"
+NO_LINEAR = "must have a linear layer whose weight is learned"
 NO_DROPOUT = "needs a model with dropout"
 REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},
     ("mc_dropout", "no_dropout"): NO_DROPOUT,
-    ("concrete_dropout", "geometric"): "must have a linear layer whose weight is learned",
+    **{("concrete_dropout", kind): NO_LINEAR for kind in ("geometric", "only_biases")},
 }
 """Cells that are refused before training, with what the error says."""
 

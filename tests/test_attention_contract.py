@@ -1,4 +1,4 @@
-"""What every family of attention owes: exact zeros, no future, finite numbers, softmax in mean mode, its KL."""
+"""What every family of attention must keep to: exact zeros, no future, finite numbers, softmax in mean mode, its KL."""
 
 import copy
 import math

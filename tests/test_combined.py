@@ -20,7 +20,7 @@ from bayesformer.train.members import Stage
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.training import Training
 
-FEW = {"sghmc": {"draws": 3}, "baoab": {"draws": 3}, "swag": {"rank": 2}, "ensemble": {"members": 2}}
+FEW = {"sghmc": {"draws": 3}, "baoab": {"draws": 3}, "swag": {"rank": 2, "every": 1}, "ensemble": {"members": 2}}
 
 
 def regressor():

@@ -188,3 +188,17 @@ def test_two_fits_at_once_are_those_of_one():
         alone = bf.laplace(model, (X, Y), likelihood="categorical", structure="kron", prior_precision=float(i + 1))
         assert torch.equal(found[i].law.variance(), alone.law.variance())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["linearised", "streamlined"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_callers_gradient_mode_changes_nothing(way, mode):
+    posterior = bf.laplace(Mlp(3, 4, 2).eval(), (X, Y), likelihood="categorical", link="probit", prior_precision=1.0)
+    expected = posterior.predict(X, predictive=way).probs
+    with mode():
+        assert torch.equal(posterior.predict(X.clone(), predictive=way).probs, expected)
+        new = bf.Posterior(posterior.model, posterior.likelihood, posterior.law, predictive=way, link="probit")
+        assert torch.equal(new.predict(X.clone()).probs, expected)
+        joint = new.joint(X[:3].clone())[1]
+    torch.testing.assert_close(joint, posterior.joint(X[:3])[1])
+    assert torch.equal(new.predict(X).probs, expected)

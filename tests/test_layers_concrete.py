@@ -12,11 +12,33 @@ from torch.func import functional_call, grad, vmap
 
 from bayesformer.attention import Softmax
 from bayesformer.layers import ConcreteSite, convert, convert_concrete, kl_divergence
+from bayesformer.model.calling import apply
+from bayesformer.model.randomness import find_randomness
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.model.space import Space
+from bayesformer.model.starting import draw_anew
 from bayesformer.models import Encoder, Regressor
-from bayesformer.network import FlatModel, apply, is_stochastic, reinitialise, stochastic_mode
 from tests.laws import assert_law, assert_mean
 from tests.nets import Mlp
-from tests.test_network import hugging_face
+
+
+def hugging_face(name):
+    """A small model of transformers with its inputs."""
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(2, 30, (4, 9))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    small = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if name == "bert":
+        config = transformers.BertConfig(**small, intermediate_size=32, num_labels=3, max_position_embeddings=16)
+        return transformers.BertForSequenceClassification(config).eval(), inputs
+    config = transformers.GPT2Config(vocab_size=30, n_positions=16, n_embd=16, n_layer=2, n_head=2)  # tied embeddings
+    return transformers.GPT2LMHeadModel(config).eval(), inputs
+
+
+def draws(model, inputs):
+    """Whether a pass draws random numbers in the mode the model is in."""
+    with torch.no_grad():
+        return find_randomness(model, lambda: apply(model, inputs)).kind != "none"
 
 
 def mask_moment(p, power, t=0.1):
@@ -144,8 +166,7 @@ def test_our_model_has_a_site_before_every_linear_layer_and_on_attention():
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert type(concrete) is Regressor
     assert torch.equal(concrete.eval()(x), model.eval()(x))
-    stochastic_mode(concrete)
-    assert is_stochastic(concrete, x)
+    assert draws(concrete.train(), x)
 
 
 @pytest.mark.parametrize("name", ["regressor", "encoder layer", "bert", "gpt2"])
@@ -155,13 +176,12 @@ def test_every_site_acts_and_owes(name):
     elif name == "encoder layer":
         model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(3, 5, 8)
     else:
-        model, batch = hugging_face(name)
-        x = batch.inputs
+        model, x = hugging_face(name)
     concrete = convert_concrete(model.eval(), rate=0.3)
     assert torch.equal(apply(concrete, x), apply(model, x))  # eval mode
     for path, site in sites(concrete).items():
         site.train()
-        assert is_stochastic(concrete, x), path
+        assert draws(concrete, x), path
         site.eval()
     kl = kl_divergence(concrete)
     grads = torch.autograd.grad(kl, [site.logit for site in sites(concrete).values()])
@@ -210,20 +230,20 @@ def test_names_and_attention_choose_sites():
     assert all(p.dtype is torch.float64 for p in convert_concrete(model.double()).parameters())
 
 
-def test_copies_flat_weights_and_reinitialisation():
+def test_copies_shells_and_fresh_starts():
     model = convert_concrete(Mlp())
-    flat, x = FlatModel(model), torch.randn(4, 3)
+    shell, x = Skeleton(model, Space.of(model)).shell(), torch.randn(4, 3)
     values = []
-    for module in (flat.module, copy.deepcopy(model), model):
+    for module in (shell.module, copy.deepcopy(model), model):
         module.train()
         torch.manual_seed(1)
         (module(x).sum() + kl_divergence(module)).backward()
         values.append(torch.stack([site.logit.grad for site in sites(module).values()]))
     torch.testing.assert_close(values[0], values[1])
     torch.testing.assert_close(values[0], values[2])
-    rates = {name: site.logit.clone() for name, site in sites(model).items()}
-    reinitialise(model)
-    assert all(not torch.equal(rates[name], site.logit) for name, site in sites(model).items())
+    rates = {name: site.logit.clone() for name, site in sites(shell.module).items()}
+    draw_anew(shell, frozenset(shell.space.names))
+    assert all(not torch.equal(rates[name], site.logit) for name, site in sites(shell.module).items())
 
 
 def test_vmap_over_its_parameters():

@@ -3,8 +3,8 @@
 import pytest
 
 from bayesformer.layers import IMPROVED, convert, kl_divergence
+from bayesformer.model.space import Space
 from bayesformer.models import Encoder, Regressor, SequenceClassifier, Tagger, VisionTransformer
-from bayesformer.network import trainable
 from bayesformer.priors.distributions import Cauchy, LaplaceDistribution, Logistic, Normal, StudentT
 from bayesformer.priors.prior import Prior
 
@@ -30,7 +30,7 @@ TABLES = {
 @pytest.mark.parametrize("task", IMPROVED)
 def test_every_parameter_has_the_law_of_its_group(task, name):
     model = MODELS[name]()
-    laws = Prior(IMPROVED[task]).assign(trainable(model))
+    laws = Prior(IMPROVED[task]).assign(Space.of(model).names)
     for parameter, law in laws.items():
         if "norm." in parameter:
             expected = Normal(1, 1) if parameter.endswith("weight") else Normal(0, 1)

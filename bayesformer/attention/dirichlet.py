@@ -109,7 +109,7 @@ class Dirichlet(AttentionFamily):
         return (value.sum((-3, -2, -1)) * repeats).expand(logits.shape[:-3])
 
     def extra_repr(self) -> str:
-        """The prior and how it is drawn."""
+        """The prior and how weights are drawn, for printing."""
         kind = "symmetric" if self.symmetric else "centred"
         return f"{kind}, prior_sharpness={self.prior_sharpness:g}, gradient={self.gradient}"
 

@@ -68,13 +68,13 @@ class Edges:
         return self.spread(self.sum(like.new_ones(len(self.target))))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Over each row of (..., E)."""
+        """(..., E): log softmax over the edges into each node."""
         shifted = self._shifted(logits)
         # An empty row has the logarithm of 0, but no edge asks for it or for its gradient.
         return shifted - self.spread(self.sum(shifted.exp()).log())
 
     def softmax(self, logits: Tensor) -> Tensor:
-        """Over each row of (..., E)."""
+        """(..., E): softmax over the edges into each node."""
         scores = self._shifted(logits).exp()
         return scores * self.spread(self.sum(scores).reciprocal())
 

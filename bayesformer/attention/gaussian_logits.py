@@ -42,5 +42,5 @@ class GaussianLogits(AttentionFamily):
         return visible_sum(0.5 * (ratio.square() - 1) - ratio.log(), mask, shape)
 
     def extra_repr(self) -> str:
-        """The prior."""
+        """The scale of the prior, for printing."""
         return f"prior_sigma={self.prior_sigma:g}"

@@ -70,5 +70,5 @@ class Lognormal(AttentionFamily):
         return 0.5 * z.square().sum((-3, -2, -1)) + each * visible_count(mask, away)
 
     def extra_repr(self) -> str:
-        """The law and its prior."""
+        """The parameters of the law and of its prior, for printing."""
         return f"sigma={self.sigma:g}, mu={self.mu:g}, prior_sigma={self.prior_sigma:g}"

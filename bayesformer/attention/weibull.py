@@ -93,5 +93,5 @@ class Weibull(AttentionFamily):
         return finite_exp(logits + math.log(self.beta))
 
     def extra_repr(self) -> str:
-        """The law and its prior."""
+        """The parameters of the law and of its prior, for printing."""
         return f"k={self.k:g}, alpha={self.alpha:g}, beta={self.beta:g}"

@@ -65,6 +65,8 @@ class Capture:
         self.model = model
         # A shell that was made without gradients has weights that could not be differentiated in.
         self.parameters = {name: model.get_parameter(name).requires_grad_() for name in self.space.names}
+        followed = {id(p) for p in self.parameters.values()}
+        self.others = [p for p in model.parameters() if p.requires_grad and id(p) not in followed]
         self.general = dict.fromkeys(general, "asked for")
         self.parts = {name: (p, Part(name, p.shape)) for name, p in self.parameters.items()}
         self.axes: dict[UseKey, Axis | None] = {}
@@ -94,8 +96,8 @@ class Capture:
         examples = len(first_tensor(inputs))
         followed = (part for name, part in self.parts.items() if name not in self.general)
         recorder = UseRecorder(followed, examples, axes, self.columns, self.dtype)
-        with torch.inference_mode(False), torch.enable_grad(), _gradients_of(self.model, self.parameters), recorder:
-            outputs = apply(self.model, inputs)
+        with torch.inference_mode(False), torch.enable_grad(), _without_gradients(self.others), recorder:
+            outputs = apply(self.model, map_inputs(inputs, _tracked))
         if len(outputs) != examples:
             raise ValueError(
                 f"outputs must have one entry per example in front; got {tuple(outputs.shape)} for {examples} examples."
@@ -198,15 +200,18 @@ def irregular_values(like: Tensor) -> Tensor:
     return (1 + (numbers * 1.618033988749895 + 0.5).frac()).to(like.dtype).view(like.shape)
 
 
+def _tracked(x: Tensor) -> Tensor:
+    """The tensor, or a copy that autograd can work with if it was made in inference mode."""
+    return x.clone() if x.is_inference() else x
+
+
 @contextmanager
-def _gradients_of(module: nn.Module, followed: Mapping[str, Tensor]) -> Iterator[None]:
-    """Gradients for the followed parameters alone: a backward pass then stops at the first layer that has one."""
-    wanted = {id(p) for p in followed.values()}
-    before = [(p, p.requires_grad) for p in module.parameters()]
-    for p, _ in before:
-        p.requires_grad_(id(p) in wanted)
+def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """requires_grad=False for these: a backward pass then stops at the first layer that has a followed parameter."""
+    for p in parameters:
+        p.requires_grad_(False)
     try:
         yield
     finally:
-        for p, flag in before:
-            p.requires_grad_(flag)
+        for p in parameters:
+            p.requires_grad_(True)

@@ -28,6 +28,7 @@ from bayesformer.train.members import facts_of
 from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.recipe import find_modes, posterior_of
+from bayesformer.train.rounding import rounding_facts
 
 STRUCTURES = ("kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
 NAMED = ("auto", "marglik", "validation")  # ways to choose the prior's precision
@@ -174,7 +175,10 @@ class Laplace:
         tuned = tune(self.resolved(prototype.validation), at, posterior, prototype.validation)
         seconds = float(facts.get("seconds", 0.0)) + time.perf_counter() - started
         made = tuned.facts(at) | {"curvature": found.kind, "log_likelihood": found.log_likelihood, "seconds": seconds}
-        return replace(posterior(tuned), facts={**facts, **made})
+        result = posterior(tuned)
+        assert isinstance(result.law, GaussianLaw)
+        made |= rounding_facts(prototype.skeleton, result.law)
+        return replace(result, facts={**facts, **made})
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""

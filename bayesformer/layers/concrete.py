@@ -128,7 +128,7 @@ def add_concrete_sites(
     if not sites:
         raise ValueError(
             "model must have a linear layer whose weight is learned, or stochastic attention weights to drop; "
-            f"{type(model).__name__} has none."
+            f"{type(model).__name__} has none. Learn such a weight (infer=), or use mc_dropout."
         )
     if not chosen:
         raise unknown_name("linear or attention module in names:", names, sites)

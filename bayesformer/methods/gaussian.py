@@ -145,7 +145,12 @@ class Ivon:
         return fit_gaussian(self, Prototype(problem), build, law, prior=None, prior_in_objective=earlier)
 
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False  # noqa: ARG002
+        self,
+        log_joint: LogJoint,
+        training: Training,  # noqa: ARG002
+        steps: int,
+        num_data: int,
+        earlier: bool = False,
     ) -> Transform:
         """IVON with a cosine down to 0."""
         ess, decay = self.settings(num_data, earlier)

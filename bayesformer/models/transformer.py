@@ -95,7 +95,7 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class TransformerBlock(nn.Module):
+class EncoderBlock(nn.Module):
     """x + Attention(LayerNorm(x)), then x + Mlp(LayerNorm(x))."""
 
     def __init__(self, dim: int, heads: int, hidden: int, dropout: float, family: nn.Module) -> None:
@@ -148,7 +148,7 @@ class Encoder(nn.Module):
             raise unknown_name("positions", positions, POSITIONS)
         self.dim, self.causal = dim, causal
         self.positions, self.dropout = POSITIONS[positions](dim, max_length), Dropout(dropout)
-        self.blocks = nn.ModuleList(TransformerBlock(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth))
+        self.blocks = nn.ModuleList(EncoderBlock(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.register_buffer("visible", visible_keys(max_length, causal), persistent=False)
 

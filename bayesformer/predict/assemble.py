@@ -59,7 +59,7 @@ class _Result:
         self.filled = [0]  # examples written into each part
 
     def add(self, sampler: Sampler, batches: Sequence[Inputs], convert: Convert) -> None:
-        """All draws on some batches."""
+        """Computes all draws on some batches and writes them."""
         sizes = [len(first_tensor(batch)) for batch in batches]
         if self.filled[-1] + sum(sizes) > self.room:
             self.room = sum(sizes)

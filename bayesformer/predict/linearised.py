@@ -87,7 +87,9 @@ class Linearised:
         `num_data` is the number of all examples, where it is known: beside the result, of that length, only what one
         batch takes is in memory.
         """
-        return join_outputs((part for batch in batches for part in self._pieces(batch, num_data or UNKNOWN)), num_data)
+        parts = (part for batch in batches for part in self._pieces(batch, num_data or UNKNOWN))
+        with torch.inference_mode(False), torch.no_grad():
+            return join_outputs(parts, num_data)
 
     def __call__(self, inputs: Inputs, batch_size: int = 64) -> GaussianOutputs:
         """The same for inputs held as tensors."""
@@ -95,6 +97,10 @@ class Linearised:
 
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Mean (B, ..., K), and the covariance of all outputs of all examples together, flattened."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._joint(inputs)
+
+    def _joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if self.capture is None:
             mean = self._without_spread(inputs).mean
             return mean, mean.new_zeros(mean.numel(), mean.numel())

@@ -24,7 +24,7 @@ from bayesformer.data.inputs import first_tensor, map_inputs, tensors_of
 from bayesformer.laws import Law, buffers_of
 from bayesformer.model.calling import apply, select_output, split_inputs
 from bayesformer.model.modes import set_training
-from bayesformer.model.randomness import Randomness, find_randomness, pass_noise, plain_attention
+from bayesformer.model.randomness import Randomness, find_randomness, plain_attention
 from bayesformer.model.shell import Shell
 
 TOGETHER = 4096  # input numbers of all draws of attention in one pass: more leave the cache
@@ -147,7 +147,8 @@ class Sampler:
         if self.how.noisy:
             self.how.load(self.shell, 0)
             own = [self.generators[draw] for draw in draws]
-            with torch.inference_mode(), self.how.drawing(self.shell, len(own)), pass_noise(own):
+            passing = self.random.passing(own, self.how.dropout_rate)
+            with torch.inference_mode(), self.how.drawing(self.shell, len(own)), passing:
                 return apply(self.shell.module, inputs)
         self.shell.module.eval()
         rows = torch.stack([self.how.law.row(draw, self.how.seed) for draw in draws])

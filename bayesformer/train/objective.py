@@ -50,7 +50,7 @@ KlWeight: TypeAlias = Callable[[nn.Module], Tensor | float]
 
 @dataclass(frozen=True)
 class Constant:
-    """κ = value, always."""
+    """A weight κ that is the same in every step."""
 
     value: float = 1.0
 
@@ -214,7 +214,7 @@ class Objective:
         kappa = self._kappa(self.shell.module)
         run = torch.vmap(partial(self._pure, kappa=kappa), in_dims=(0, axes), randomness="different")
         values, outputs = run(leaves, batch)
-        gradients = torch.autograd.grad(values.sum(), list(leaves.values()))
+        gradients = torch.autograd.grad(values.sum(), list(leaves.values()), materialize_grads=True)
         grad = torch.empty_like(theta)
         total = values.detach() + self.prior.write(theta, grad, 1 / self.num_data)
         return total, outputs.detach(), {THETA: grad.add_(torch.cat([g.flatten(1) for g in gradients], 1))}

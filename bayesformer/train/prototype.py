@@ -112,6 +112,19 @@ class Prototype:
         set_training(shell.module, self.held)
         return find_randomness(shell.module, lambda: shell(self.few.inputs), True, self.dropout_rate)
 
+    def check_single(self) -> None:
+        """Refuse batches of one example for a model that normalises by its batch, before anything is trained."""
+        one, shell = batch_to(self.data.first(1), self.skeleton.device), self.skeleton.shell()
+        set_training(shell.module, self.held)
+        try:
+            with torch.no_grad(), self.randomness.passing(generator(0, "single", device=self.skeleton.device)):
+                shell(one.inputs)
+        except ValueError as error:
+            raise ValueError(
+                "training.batch_size must be at least 2 for this model, whose training passes need several examples as "
+                f"BatchNorm does ({error}); got 1. Or hold its averages with training.buffers='fixed'."
+            ) from error
+
     @cached_property
     def at_rest(self) -> Randomness:
         """How a pass in evaluation mode draws random numbers, which few models do."""

@@ -19,6 +19,7 @@ from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import BuildTransform, Fitted, Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.rounding import rounding_facts
 from bayesformer.train.training import Training
 from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
 
@@ -222,7 +223,7 @@ def fit_gaussian(
     fitted = fit_stage(stage, 1)
     stages = [fitted] if modes.stage is None else [modes.stage, fitted]
     found = part.law(law(fitted.states[0]), fitted)
-    facts = facts_of(name, method, prototype, *stages)
+    facts = facts_of(name, method, prototype, *stages) | rounding_facts(prototype.skeleton, found)
     return posterior_of(prototype, found, facts, default_draws=method.draws, predictive=method.predictive)
 
 

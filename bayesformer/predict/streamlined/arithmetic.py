@@ -40,7 +40,7 @@ def sub(input: Any, other: Any, *, alpha: float = 1) -> Uncertain:
 @rule(torch.rsub, Tensor.__rsub__)
 def rsub(input: Any, other: Any, *, alpha: float = 1) -> Uncertain:
     """other - input, whose variances add as in a sum."""
-    return add(other if isinstance(other, Tensor) else torch.as_tensor(other), input, alpha=-alpha)
+    return add(other if isinstance(other, Tensor) else torch.as_tensor(other, device=input.device), input, alpha=-alpha)
 
 
 @rule(Tensor.neg, torch.neg, Tensor.__neg__)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from bayesformer.model.multihead import multi_head_attention_forward
 from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule
 from bayesformer.predict.streamlined.linear import Affine, linear
-from bayesformer.predict.streamlined.structure import Independent, with_one
+from bayesformer.predict.streamlined.weight_covariance import Independent, with_one
 
 rule(F.multi_head_attention_forward)(multi_head_attention_forward)
 

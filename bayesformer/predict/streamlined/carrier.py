@@ -74,7 +74,7 @@ class Uncertain(Tensor):
     origin: Any
     """the affine map this is the output of, where that is known (`linear.Affine`)"""
     structure: Any
-    """how a weight matrix is correlated, where it is (`structure.WeightCovariance`)"""
+    """how a weight matrix is correlated, where it is (`weight_covariance.WeightCovariance`)"""
     turned: bool
     """whether the structure is that of the transposed matrix"""
     gate: Any

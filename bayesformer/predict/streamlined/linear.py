@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesformer.predict.streamlined.carrier import PassContext, Uncertain, first_uncertain, mean_of, rule
-from bayesformer.predict.streamlined.structure import Independent, WeightCovariance, with_one
+from bayesformer.predict.streamlined.weight_covariance import Independent, WeightCovariance, with_one
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
 from bayesformer.model.space import Space
 from bayesformer.predict.streamlined.carrier import PassContext, Uncertain
-from bayesformer.predict.streamlined.structure import Complete, Factored, WeightCovariance
+from bayesformer.predict.streamlined.weight_covariance import Complete, Factored, WeightCovariance
 
 SUPPORTED = "independent weights, Kronecker or dense blocks over one weight matrix, or over it and its bias"
 
