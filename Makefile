@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types imports unit bench clean help
+.PHONY: demo test lint types imports unit contract bench clean help
 
 help:
 	@echo "make demo   train seven methods on small data and write demo/report.html (a few minutes)"
 	@echo "make test   lint, types, import direction and tests"
+	@echo "make contract  every method on every kind of model; writes docs/compatibility.md (a few minutes)"
 	@echo "make bench  speed, as ratios; writes bench.json"
 	@echo "make clean  remove the environment and everything generated"
 
@@ -45,6 +46,9 @@ imports: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest -n 2
+
+contract: $(VENV)/.dev
+	$(BIN)/python -m tests.contract_table docs/compatibility.md
 
 # More peers and a pretrained model to measure on, again without what their own requirements would bring.
 $(VENV)/.bench: $(VENV)/.dev

@@ -41,6 +41,7 @@ from bayesformer.methods import (
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
 from bayesformer.train.log_joint import log_joint
+from bayesformer.train.loss import loss
 from bayesformer.train.training import Training
 from bayesformer.version import __version__
 
@@ -91,5 +92,6 @@ __all__ = [
     "laplace_update",
     "likelihoods",
     "log_joint",
+    "loss",
     "revert",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from bayesformer.attention import AttentionMap, MapRecorder, families
 from bayesformer.core.pool import Pool
-from bayesformer.core.seeds import stream
+from bayesformer.core.seeds import generator, stream
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, Inputs, Outputs, Params
 from bayesformer.data import as_inputs
@@ -24,11 +25,12 @@ from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood, links
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import Predictive
+from bayesformer.model.randomness import find_randomness
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
-from bayesformer.predict.assemble import PASS_NUMBERS, Convert, assemble, rounds_of, tensors_of
+from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.ways import Way, check_way
@@ -109,11 +111,28 @@ class Posterior:
         shell.module.eval()
         for parameter in shell.module.parameters():
             parameter.grad = None
+        if self.law.buffers:  # a pass may change them, and the next starts from those of the law all the same
+            shell.module.register_forward_pre_hook(lambda *_: shell.load_buffers(buffers_of(self.law, 0)))
         return shell
 
     @cached_property
     def _linearised(self) -> Pool[Linearised]:
         return Pool(lambda: Linearised(self._mean_shell().module, self.space, self.law))
+
+    @contextmanager
+    def _at_rest(self, data: InputBatches) -> Iterator[Pool[Linearised]]:
+        """Around passes at the mean; a model that draws random numbers there draws from a stream of their own.
+
+        Gives what lends linearised networks: those of such a model are made anew for each question, since what they
+        find on their first batch takes random numbers, too.
+        """
+        if "at rest" not in self._known:
+            few = inputs_to(data.first(FEW), self.device)
+            with self.at_mean.borrow() as shell, torch.no_grad():
+                self._known["at rest"] = find_randomness(shell.module, lambda: shell(few))
+        found = self._known["at rest"]
+        with found.passing(generator(0, "mean", device=self.device)):
+            yield self._linearised if found.kind == "none" else Pool(self._linearised.make)
 
     @property
     def theta(self) -> Tensor:
@@ -127,7 +146,7 @@ class Posterior:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return self.law.mean.device
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
@@ -184,9 +203,9 @@ class Posterior:
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
         _check_gaussian(self, "linearised")
-        batch = next(as_inputs(inputs, "inputs").in_order(2**62, self.device))
-        with self._linearised.borrow() as linearised:
-            return linearised.joint(batch)
+        data = as_inputs(inputs, "inputs")
+        with self._at_rest(data) as pool, pool.borrow() as linearised:
+            return linearised.joint(next(data.in_order(2**62, self.device)))
 
     def predict(
         self,
@@ -217,20 +236,28 @@ class Posterior:
         return replace(latest[0], **tensors)
 
     def predict_batches(
-        self, inputs: Any, draws: int | None = None, *, link: Link | None = None, seed: int = 0, **options: Any
+        self,
+        inputs: Any,
+        draws: int | None = None,
+        *,
+        link: Link | None = None,
+        seed: int = 0,
+        batch_size: int | None = None,
+        strategy: Strategy = "auto",
     ) -> Iterator[Predictive]:
-        """Predictives of a few thousand examples at a time, in order: for data of any length in bounded memory.
+        """Predictives of some examples at a time, in order: for data of any length in bounded memory.
 
-        Each is what `predict` says of those examples. Options as for `predict`; "sampled" only.
+        Each is what `predict` says of those examples, by draws of the weights: a few thousand examples, or a batch
+        where that many would be more than 2²⁴ numbers. Options as for `predict`.
         """
-        if self._way(options.pop("predictive", None)) != "sampled":
-            raise ValueError("predict_batches needs predictive='sampled'; use predict on parts of the data otherwise.")
         latest: list[Any] = []
         convert = self._converter(link, latest)
-        data, size = as_inputs(inputs, "inputs"), options.pop("batch_size", None)
+        data = as_inputs(inputs, "inputs")
         with self.shells.borrow() as shell:
-            sampler = self._sampler(shell, data, draws, seed, options.pop("strategy", "auto"))
-            for part in rounds_of(sampler, data.in_order(self._pass_size(sampler, data, size), self.device), convert):
+            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
+            size = self._pass_size(sampler, data, batch_size)
+            examples = min(ROUND, ROUND_NUMBERS // (sampler.count * self._numbers(sampler, data)))
+            for part in rounds_of(sampler, data.in_order(size, self.device), convert, max(1, examples)):
                 yield replace(latest[0], **part)
 
     def _converter(self, link: Link | None, latest: list[Any]) -> Convert:
@@ -253,16 +280,25 @@ class Posterior:
         convert: Convert,
     ) -> Params:
         with self.shells.borrow() as shell:
-            sampler = self._sampler(shell, data, draws, seed, strategy)
+            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
             size = self._pass_size(sampler, data, batch_size)
-            return assemble(sampler, data.in_order(size, self.device), convert)
+            return assemble(sampler, data.in_order(size, self.device), convert, data.num_data)
 
-    def _sampler(self, shell: Shell, data: InputBatches, draws: int | None, seed: int, strategy: Strategy) -> Sampler:
+    def _sampler(
+        self,
+        shell: Shell,
+        data: InputBatches,
+        draws: int | None,
+        seed: int,
+        strategy: Strategy,
+        batch_size: int | None,
+    ) -> Sampler:
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else self.law.available)
         self._check_base()
         few = inputs_to(data.first(FEW), self.device)
-        return Sampler(shell, self._plan(count, seed), count, few, strategy, self._known)
+        examples = min(self._batch_size(batch_size), data.num_data or ROUND)
+        return Sampler(shell, self._plan(count, seed), count, few, strategy, self._known, examples)
 
     def _plan(self, count: int, seed: int) -> DrawPlan:
         noisy = bool(self.noisy_draws)
@@ -281,12 +317,18 @@ class Posterior:
         return {}
 
     def _pass_size(self, sampler: Sampler, data: InputBatches, wanted: int | None) -> int:
-        size = self._batch_size(wanted)
+        """Examples per pass: few where one example has many outputs."""
+        each = self._numbers(sampler, data)
+        most = pass_numbers(None if data.num_data is None else sampler.count * data.num_data * each)
+        return max(1, min(self._batch_size(wanted), most // each))
+
+    def _numbers(self, sampler: Sampler, data: InputBatches) -> int:
+        """Outputs of one example, counted by a trial pass on the first."""
         one = inputs_to(data.first(1), self.device)
         key = ("numbers", *(tuple(x.shape[1:]) for x in leaves(one) if isinstance(x, Tensor)))
         if key not in self._known:
-            self._known[key] = sampler.trial(one).numel()
-        return max(1, min(size, PASS_NUMBERS // max(1, self._known[key])))
+            self._known[key] = max(1, sampler.trial(one).numel())
+        return int(self._known[key])
 
     def _batch_size(self, given: int | None) -> int:
         if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
@@ -311,11 +353,11 @@ class Posterior:
         self._check_base()
         batches = data.in_order(batch_size, self.device)
         if way == "linearised":
-            with self._linearised.borrow() as linearised:
+            with self._at_rest(data) as pool, pool.borrow() as linearised:
                 return linearised.over(batches, data.num_data)
         from bayesformer.predict.streamlined import streamlined_outputs
 
-        with self.at_mean.borrow() as shell:
+        with self._at_rest(data), self.at_mean.borrow() as shell:
             return streamlined_outputs(shell.module, self.space, self.law, batches, settings)
 
     @staticmethod

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch import distributions as laws
+from torch.nn.utils import parameters_to_vector
 
 from bayesformer.attention import (
     Contextual,
@@ -32,7 +33,7 @@ from bayesformer.bench.tasks import TASKS
 from bayesformer.core.types import Batch, Draw, Inputs
 from bayesformer.laws import Samples
 from bayesformer.likelihoods import Categorical, Likelihood
-from bayesformer.network import FlatModel, apply
+from bayesformer.model.calling import apply
 from bayesformer.posterior import Posterior
 from benchmarks.harness import Comparison
 from benchmarks.workloads import Workload, large_images, large_vit, minilm, of_task
@@ -47,13 +48,13 @@ def comparisons() -> Iterator[Comparison]:
     softmax = passes(Softmax())
     ours: dict[str, tuple[Callable[..., Draw], float]] = {
         "gaussian": (GaussianLogits(), 2.2),
-        "gaussian, data dependent": (GaussianLogits(DataDependent(0.1, 5)), 8.0),
+        "gaussian, data dependent": (GaussianLogits(DataDependent(0.1, 5)), 9.0),
         "lognormal": (Lognormal(), 2.2),
         "lognormal, contextual": (Lognormal(contextual=Contextual(D)), 2.4),
-        "weibull": (Weibull(), 2.3),
-        "weibull, contextual": (Weibull(contextual=Contextual(D)), 2.5),
-        "dirichlet": (Dirichlet(), 5.0),
-        "dirichlet, surrogate": (Dirichlet(gradient="surrogate"), 4.0),
+        "weibull": (Weibull(), 2.6),
+        "weibull, contextual": (Weibull(contextual=Contextual(D)), 2.8),
+        "dirichlet": (Dirichlet(), 8.0),
+        "dirichlet, surrogate": (Dirichlet(gradient="surrogate"), 8.0),
     }
     for name, (family, budget) in ours.items():
         yield Comparison(f"attention, {name}", passes(family), softmax, budget, rounds=25)
@@ -61,8 +62,8 @@ def comparisons() -> Iterator[Comparison]:
     for name, peer in peers.items():
         yield Comparison(f"attention, {name}", passes(peer), softmax, None, rounds=9)
     for batch in (1, 64):
-        yield draws_together(30, batch, 5.5 if batch == 1 else 36.0)
-    yield draws_together(10, 64, 10.0)
+        yield draws_together(30, batch, 6.5 if batch == 1 else 36.0)
+    yield draws_together(10, 64, 11.5)
     for work in (of_task("vit", "digits"), large(), minilm()):
         if work is not None:
             yield from whole_steps(work)
@@ -77,7 +78,7 @@ def large() -> Workload:
 def whole_steps(work: Workload) -> Iterator[Comparison]:
     """A training step with stochastic attention and its KL, by Adam, in units of the step of the model as it is."""
     plain = steps(work, work.model())
-    for family, budget in {"weibull": 1.3, "lognormal": 1.3, "gaussian": 1.3, "dirichlet": 2.0}.items():
+    for family, budget in {"weibull": 1.3, "lognormal": 1.3, "gaussian": 1.3, "dirichlet": 2.4}.items():
         made = steps(work, install(work.model(), family))
         yield Comparison(f"training step, {family} attention, {work.label}", made, plain, budget, rounds=work.rounds)
 
@@ -140,7 +141,7 @@ def draws_together(draws: int, batch: int, budget: float) -> Comparison:
     made = _posterior(model, task.likelihood, draws)
     return Comparison(
         f"{draws} draws of attention, toy, batch {batch}",
-        partial(made.outputs, inputs, workers=1),
+        partial(made.outputs, inputs),
         partial(_forward, model, inputs),
         budget,
         rounds=25,
@@ -148,7 +149,8 @@ def draws_together(draws: int, batch: int, budget: float) -> Comparison:
 
 
 def _posterior(model: torch.nn.Module, likelihood: Likelihood, draws: int) -> Posterior:
-    return Posterior(model, likelihood, Samples(FlatModel(model).theta[None]), noisy_draws=draws)
+    theta = parameters_to_vector(model.parameters()).detach()
+    return Posterior(model, likelihood, Samples(theta[None]), noisy_draws=draws)
 
 
 def _forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:

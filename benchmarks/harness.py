@@ -84,7 +84,8 @@ class Peak:
     unit: str = "MiB"
 
     def __str__(self) -> str:
-        return f"{self.name:<{WIDTH}} {self.amount:7.{0 if self.unit == 'MiB' else 2}f} {self.unit}, <= {self.budget:g} {'ok' if self.ok else 'OVER'}"
+        amount = f"{self.amount:7.{0 if self.unit == 'MiB' else 2}f} {self.unit}"
+        return f"{self.name:<{WIDTH}} {amount}, <= {self.budget:g} {'ok' if self.ok else 'OVER'}"
 
 
 Row: TypeAlias = "Ratio | Failure | Peak"

@@ -67,7 +67,7 @@ def run(which: str, structure: str) -> None:
     ids = torch.randint(OUTPUTS, (TEXTS, TOKENS))
     data = bf.Data({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, torch.randint(OUTPUTS, ids.shape))
     posterior = bf.laplace(
-        model, data, likelihood="categorical", structure=structure, prior_precision=1.0, link="probit"
+        model, data, likelihood=bf.Categorical(aligned=True), structure=structure, prior_precision=1.0, link="probit"
     )
     texts, tokens = PREDICTED[which]
     few = ids[:texts, :tokens]

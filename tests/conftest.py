@@ -4,6 +4,11 @@ import os
 import zlib
 
 import pytest
+
+# Before torch is imported: torch.set_num_threads is for the calling thread alone, and threads of the tests would sum in
+# another order than the one they are compared with.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 torch.set_num_threads(1)

@@ -31,6 +31,7 @@ class Example:
     inputs: Any  # as the model is called, a few rows
     likelihood: Any = "categorical"
     infer: Any = None
+    epochs: int = 2
 
 
 KINDS: dict[str, Callable[[], Example]] = {}
@@ -94,6 +95,7 @@ class Attends(nn.Module):
 
 @kind
 def all_weights() -> Example:
+    """A transformer of this library, all weights learned, tokens with padding."""
     encoder = Encoder(8, 1, 2, mlp_ratio=1, dropout=0.1, max_length=8)
     return texts(SequenceClassifier(encoder, vocabulary=V, classes=C))
 
@@ -107,6 +109,7 @@ def no_dropout() -> Example:
 
 @kind
 def frozen_base() -> Example:
+    """A frozen base under a head that is learned."""
     model = Attends()
     model.embed.requires_grad_(False)
     model.attention.requires_grad_(False)
@@ -115,6 +118,7 @@ def frozen_base() -> Example:
 
 @kind
 def only_biases() -> Example:
+    """Only the biases are learned, chosen by `infer="*bias"`."""
     return sequences(Attends(), infer="*bias")
 
 
@@ -131,6 +135,7 @@ class Scaled(Attends):
 
 @kind
 def scalar_parameter() -> Example:
+    """A learned number without dimensions that scales the logits, as in CLIP."""
     return sequences(Scaled())
 
 
@@ -151,6 +156,7 @@ class TiedTagger(nn.Module):
 
 @kind
 def tied_weights() -> Example:
+    """The embedding of tokens is also the output layer."""
     ids = whole(V, N, T)
     return Example(TiedTagger(), (ids, whole(V, N, T, seed=3)), ids[:3])
 
@@ -189,7 +195,7 @@ def batch_norm_frozen() -> Example:
 
 
 class Running(Attends):
-    """A counter and a mean of what was seen, which every training pass moves and every pass subtracts."""
+    """A counter that every pass moves and that shows in the outputs, and a mean that training passes move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,16 +207,18 @@ class Running(Attends):
         if self.training:
             with torch.no_grad():
                 self.seen.lerp_(x.mean((0, 1)), 0.1)
-        return super().forward(x - self.seen)
+        return super().forward(x - self.seen) + 0.1 * self.passes * torch.arange(C)
 
 
 @kind
 def own_buffers() -> Example:
+    """Buffers of its own that passes move: a counter, and a running mean."""
     return sequences(Running())
 
 
 @kind
 def parametrised() -> Example:
+    """Weights under `weight_norm` and `orthogonal` of torch.nn.utils.parametrizations."""
     model = Attends()
     parametrizations.weight_norm(model.embed)
     parametrizations.orthogonal(model.head)
@@ -226,6 +234,7 @@ class FunctionalDropout(Attends):
 
 @kind
 def functional_dropout() -> Example:
+    """Dropout by `F.dropout` instead of modules."""
     return sequences(FunctionalDropout())
 
 
@@ -239,6 +248,7 @@ class Noisy(Attends):
 
 @kind
 def own_noise() -> Example:
+    """Noise of torch and numpy in forward, in training and in evaluation."""
     return sequences(Noisy())
 
 
@@ -260,6 +270,7 @@ class Stack(nn.Module):
 
 @kind
 def encoder_stack() -> Example:
+    """`nn.TransformerEncoder` with a padding mask: packed attention, modular dropout."""
     return texts(Stack())
 
 
@@ -276,6 +287,7 @@ class Conv(nn.Module):
 
 @kind
 def convolutions() -> Example:
+    """A small CNN with pooling and `Dropout2d`."""
     return images(Conv())
 
 
@@ -291,6 +303,7 @@ class Recurrent(nn.Module):
 
 @kind
 def lstm() -> Example:
+    """An LSTM of two layers with dropout between them."""
     return sequences(Recurrent())
 
 
@@ -304,8 +317,9 @@ def one_graph() -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
 
 @kind
 def graph_attention() -> Example:
+    """The graph attention network of this library on one graph."""
     inputs, targets = one_graph()
-    return Example(GraphAttentionNetwork(D, C, width=4, heads=2, dropout=0.2), (inputs, targets), inputs)
+    return Example(GraphAttentionNetwork(D, C, width=4, heads=2, dropout=0.2), (inputs, targets), inputs, epochs=6)
 
 
 class Geometric(nn.Module):
@@ -324,8 +338,9 @@ class Geometric(nn.Module):
 
 @kind
 def geometric() -> Example:
+    """`GATConv` layers of PyTorch Geometric."""
     inputs, targets = one_graph()
-    return Example(Geometric(), (inputs, targets), inputs)
+    return Example(Geometric(), (inputs, targets), inputs, epochs=6)
 
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -341,11 +356,13 @@ def _bert() -> nn.Module:
 
 @kind
 def bert() -> Example:
+    """transformers' BERT for sequence classification."""
     return texts(_bert())
 
 
 @kind
 def bert_head() -> Example:
+    """The same with only the classifier learned, chosen by a predicate."""
     return texts(_bert(), infer=lambda name, weight: name.startswith("classifier"))
 
 
@@ -357,6 +374,7 @@ def bert_tuple() -> Example:
 
 @kind
 def gpt2() -> Example:
+    """transformers' GPT-2 as a language model, labels = input_ids, `use_cache=False`."""
     import transformers
 
     config = transformers.GPT2Config(
@@ -370,6 +388,7 @@ def gpt2() -> Example:
 
 @kind
 def t5() -> Example:
+    """transformers' T5 with labels, decoder inputs made of them."""
     import transformers
 
     config = transformers.T5Config(
@@ -384,6 +403,7 @@ def t5() -> Example:
 
 @kind
 def vit() -> Example:
+    """transformers' vision transformer."""
     import transformers
 
     config = transformers.ViTConfig(
@@ -395,6 +415,7 @@ def vit() -> Example:
 
 @kind
 def swin() -> Example:
+    """transformers' Swin: windowed attention in two stages."""
     import transformers
 
     config = transformers.SwinConfig(
@@ -406,7 +427,7 @@ def swin() -> Example:
 
 @kind
 def whisper() -> Example:
-    """Has frozen positions of its own, and encoder, decoder and cross attention."""
+    """transformers' Whisper: frozen positions of its own; encoder, decoder and cross attention."""
     import transformers
 
     config = transformers.WhisperConfig(
@@ -471,6 +492,7 @@ class HalfBase(Attends):
 
 @kind
 def bfloat16_base() -> Example:
+    """A frozen base in bfloat16 under a float32 head."""
     return sequences(HalfBase())
 
 
@@ -503,6 +525,7 @@ def tuple_output() -> Example:
 
 @kind
 def float64() -> Example:
+    """A model in float64."""
     x = numbers(N, T, D).double()
     return Example(Attends().double(), (x, whole(C, N)), x[:3])
 

@@ -68,7 +68,7 @@ def _blame(what: str) -> None:
 
 
 def caller(frame: FrameType | None) -> FrameType | None:
-    """The line that made a call; modes that pass it on are skipped, and distributions, which only make what is asked."""
+    """The line that made a call; modes that pass it on are skipped, and distributions, which make what is asked."""
     skipped = (f"{TORCH}/distributions", f"{TORCH}/overrides", f"{TORCH}/utils", f"{TORCH}/_tensor", f"{TORCH}/nn/init")
     while frame is not None:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""What every family of attention owes: exact zeros, no future, finite numbers, softmax in mean mode, its KL."""
+"""What every family of attention must keep to: exact zeros, no future, finite numbers, softmax in mean mode, its KL."""
 
 import copy
 import math
@@ -88,7 +88,7 @@ def test_what_is_masked_is_not_in_the_kl(name):
     """A row of three keys costs what it costs among six of which three are hidden; so do other lengths."""
     family, keys = STOCHASTIC[name](), torch.randn(B, H, S, d)
     if name in {"gaussian dd rows", "dirichlet dd rows"}:
-        family.spread.inner.weight.data[:, 3:] = 0  # the network of the thesis knows the position of every key
+        family.spread.inner.weight.data[:, 3:] = 0  # a network that is fed rows knows the position of every key
     logits = torch.randn(B, H, T, S)
     mask = (torch.arange(S) < 3)[None, None, None]
     long = call(family, logits, mask, keys).kl
@@ -172,7 +172,7 @@ def test_causality_through_a_model(name):
 
 
 class Leaky(AttentionFamily):
-    """Dirichlet attention as the thesis describes it, by torch's Gamma: masked logits, no mask on what is drawn.
+    """Dirichlet attention as in Cinquin et al. (2021), by torch's Gamma: masked logits, no mask on what is drawn.
 
     At the sharpness it starts from, 1e-3, almost every Gamma draw underflows to the smallest number there is, for
     hidden keys as for others. With whatever keeps 0/0 away, such a row is uniform over all keys, future included.
@@ -184,7 +184,7 @@ class Leaky(AttentionFamily):
         return x / x.sum(-1, keepdim=True), logits.new_zeros(len(logits))
 
 
-def test_the_contract_catches_the_leak_of_the_thesis():
+def test_the_contract_catches_the_leak_of_rows_that_underflow():
     mask = MASKS["causal"]()
     weights = Leaky()(torch.randn(B, H, T, S), mask).weights
     assert (weights[~mask.expand_as(weights)] > 0.01).float().mean() > 0.5

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
+from bayesformer import likelihoods
 from bayesformer.attention import (
     AttentionFamily,
     Contextual,
@@ -22,6 +23,8 @@ from bayesformer.attention import (
 )
 from bayesformer.attention import describe as registry
 from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.storage import checksum, write_json, write_tensors
+from bayesformer.model.space import Space
 from bayesformer.models.gat import GraphAttentionNetwork
 from bayesformer.models.transformer import Encoder, Regressor
 from bayesformer.models.vit import VisionTransformer
@@ -249,6 +252,32 @@ def test_a_file_with_attention_never_loads_without_it(tmp_path):
         (folder / "posterior.json").write_text(json.dumps(saved))
         with pytest.raises(DamagedFileError, match="checksum differs"):
             bf.Posterior.load(folder, built(bert))
+
+
+@pytest.mark.parametrize("method", ["attention", "combined"])
+def test_a_file_of_the_first_version_does_not_lose_its_attention_either(method, tmp_path):
+    """It does not describe families, and those without parameters leave no trace in it but the method's name."""
+    model = built(bert)
+    law = bf.fit(model, tokens(), likelihood="categorical", training=TRAINING).law
+    space, tensors = Space.of(model), law.tensors()
+    saved = {
+        "format": 1,
+        "version": "0.1.0",
+        "names": list(space.names),
+        "shapes": [list(shape) for shape in space.shapes],
+        "frozen": checksum({}),
+        "checksum": checksum(tensors),
+        "likelihood": likelihoods.to_json(bf.Categorical()),
+        "noisy_draws": 3,
+        "default_draws": 3,
+        "facts": {"method": {"name": method}},
+    }
+    write_tensors(tmp_path / "posterior.safetensors", tensors, {"format": 1})
+    write_json(tmp_path / "posterior.json", saved)
+    with pytest.raises(DamagedFileError, match=r"version 0.1.0 with stochastic attention, .* install it in the model"):
+        bf.Posterior.load(tmp_path, model)
+    loaded = bf.Posterior.load(tmp_path, install(built(bert), "weibull"))
+    assert families(loaded.model)
 
 
 class Gumbel(AttentionFamily):

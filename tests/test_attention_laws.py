@@ -1,4 +1,4 @@
-"""The families as laws: exact marginals, KLs against Monte Carlo, unbiased gradients, limits, slow twins."""
+"""The families as laws: exact marginals, KLs against Monte Carlo, unbiased gradients, limits."""
 
 import math
 
@@ -21,9 +21,8 @@ from bayesformer.attention import (
     masked_softmax,
     special,
 )
-from bayesformer.attention.dirichlet import drawn, drawn_plainly
-from bayesformer.attention.edges import Edges
-from bayesformer.attention.rows import exponential_, in_pieces, known, noisy_softmax, visible_sum
+from bayesformer.attention.rows import finite_exp, visible_sum
+from bayesformer.attention.special import with_derivatives
 from bayesformer.attention.spread import inverse_softplus, row_features
 from bayesformer.core.draws import uniform_like
 from tests.attention_zoo import STOCHASTIC, B, H, S, T, d
@@ -194,7 +193,7 @@ def test_softmax_is_the_limit(build):
     assert near < far / 20
 
 
-# Hand-written derivatives.
+# Derivatives.
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -219,18 +218,6 @@ def test_gradients_equal_finite_differences(name):
     assert torch.autograd.gradcheck(f, (logits, keys, *values), eps=1e-6, atol=1e-6, rtol=1e-4)
 
 
-def test_noisy_softmax_equals_its_slow_twin():
-    logits, scale = torch.randn(B, H, T, S, requires_grad=True), torch.rand(H, 1, 1, requires_grad=True)
-    noise, upstream = torch.randn(B, H, T, S), torch.randn(B, H, T, S)
-    slow = masked_softmax(logits + scale * noise, CAUSAL)
-    expected = torch.autograd.grad((slow * upstream).sum(), [logits, scale])
-    fast = noisy_softmax(logits, scale, noise.clone(), ~CAUSAL)
-    torch.testing.assert_close(fast, slow)
-    for ours, theirs in zip(torch.autograd.grad((fast * upstream).sum(), [logits, scale]), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(noisy_softmax(logits, 0.3, noise.clone(), None), (logits + 0.3 * noise).softmax(-1))
-
-
 def test_weibull_draw_equals_its_slow_twin():
     logits, k = torch.randn(B, H, T, S), 3.0
     torch.manual_seed(5)
@@ -242,76 +229,37 @@ def test_weibull_draw_equals_its_slow_twin():
     torch.testing.assert_close(weights, s / s.sum(-1, keepdim=True))
 
 
-def all_of(draw, sampler, logits, a, a0, hidden):
-    """Weights, KL and the gradients of a mixture of both."""
-    torch.manual_seed(5)
-    weights, kl = draw(sampler, logits, a, a0, hidden)
-    loss = (weights * torch.linspace(-1, 1, weights.numel()).view_as(weights)).sum()
-    loss = loss if kl is None else loss + (kl * torch.arange(1.0, 1 + len(kl))).sum()
-    return weights, kl, *torch.autograd.grad(loss, [logits, a])
-
-
-def assert_twins(sampler, logits, rows, a0, hidden):
-    logits, a = logits.requires_grad_(), (6 * torch.rand(rows).double() + 0.2).requires_grad_()
-    fast, slow = (all_of(draw, sampler, logits, a, a0, hidden) for draw in (drawn, drawn_plainly))
-    for ours, twin in zip(fast, slow, strict=True):
-        assert (ours is None) == (twin is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, twin)
-
-
-@pytest.mark.parametrize("sampler", [special.IMPLICIT, special.SURROGATE], ids=["implicit", "surrogate"])
-@pytest.mark.parametrize("rows", [(1, 1, 1), (H, 1, 1), (B, H, T, 1)])
-@pytest.mark.parametrize("hidden", [None, ~CAUSAL], ids=["all", "causal"])
-@pytest.mark.parametrize("a0", [None, 0.3, 4.0])
-def test_dirichlet_in_one_step_equals_its_slow_twin(sampler, rows, hidden, a0, monkeypatch):
-    monkeypatch.setattr("bayesformer.attention.rows.PIECE", 7)
-    assert_twins(sampler, torch.randn(B, H, T, S).double(), rows, a0, hidden)
-
-
-@pytest.mark.parametrize("rows", [(H, 1, 1), (B, H, 1, 9)])
-@pytest.mark.parametrize("a0", [None, 0.3, 4.0])
-def test_dirichlet_in_one_step_equals_its_slow_twin_along_edges(rows, a0):
-    edges = Edges(torch.arange(9) % 4, torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 0]), 4)
-    assert_twins(special.IMPLICIT, torch.randn(B, H, 1, 9).double(), rows, a0, edges)
-
-
 def test_exponential_goes_on_as_its_tangent():
-    x = torch.tensor([-100.0, 0.0, 20.0, 30.0, 1e4])
-    value, slope = exponential_(x.clone())
+    x = torch.tensor([-100.0, 0.0, 20.0, 30.0, 1e4], requires_grad=True)
+    value = finite_exp(x)
+    (slope,) = torch.autograd.grad(value.sum(), x)
     torch.testing.assert_close(value[:3], x[:3].exp())
     torch.testing.assert_close(value[3:], math.exp(20) * (1 + x[3:] - 20))
-    torch.testing.assert_close(slope, x.clamp_max(20).exp())
+    torch.testing.assert_close(slope, x.detach().clamp_max(20).exp())
 
 
-def test_known_sums_slopes_to_the_shape_of_each_input():
-    x, r = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True), torch.tensor([[[2.0]]]).double()
-    r.requires_grad_()
+def test_given_derivatives_reach_each_input_in_its_shape():
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    r = torch.tensor([[[2.0]]], dtype=torch.float64, requires_grad=True)
 
-    def compute(x, r):
-        return (r * x.square()).sum((1, 2, 3)), 2 * r * x, x.square()
+    def total(x, r):
+        fixed, ratio = x.detach(), r.detach()
+        value = (ratio * fixed.square()).sum((1, 2, 3))
+        return with_derivatives(value, (x, 2 * ratio * fixed), (r, fixed.square()))
 
-    assert torch.autograd.gradcheck(lambda x, r: known(compute, x, r), (x, r))
-
-
-def test_pieces_change_nothing(monkeypatch):
-    x, r = torch.randn(2, 3, 4, 5), torch.rand(3, 1, 1)
-    whole = in_pieces(lambda x, r: (r * x, x.sum(-1, keepdim=True)), x, r)
-    monkeypatch.setattr("bayesformer.attention.rows.PIECE", 7)
-    for part, expected in zip(in_pieces(lambda x, r: (r * x, x.sum(-1, keepdim=True)), x, r), whole, strict=True):
-        assert torch.equal(part, expected)
-    torch.testing.assert_close(whole[0], r * x)
+    torch.testing.assert_close(total(x, r), (r * x.square()).sum((1, 2, 3)))
+    assert torch.autograd.gradcheck(total, (x, r))
+    with torch.no_grad():
+        assert not total(x, r).requires_grad
 
 
-def test_pieces_under_vmap(monkeypatch):
-    monkeypatch.setattr("bayesformer.attention.rows.PIECE", 7)
-    x = torch.randn(2, 3, 4, 5)
-    for part, expected in zip(
-        torch.vmap(lambda x: in_pieces(lambda x: (x.exp(), x.sum(-1, keepdim=True)), x))(x),
-        (x.exp(), x.sum(-1, keepdim=True)),
-        strict=True,
-    ):
-        torch.testing.assert_close(part, expected)
+def test_a_second_derivative_of_dirichlet_attention_is_an_error():
+    logits = torch.randn(B, H, T, S, requires_grad=True)
+    draw = STOCHASTIC["dirichlet"]()(logits, CAUSAL)
+    for value in (draw.weights.square().sum(), draw.kl.sum()):
+        torch.autograd.grad(value, logits, retain_graph=True)
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            torch.autograd.grad(value, logits, create_graph=True, retain_graph=True)
 
 
 @pytest.mark.parametrize("shape", [(H, 1, 1), (B, H, T, S), (H, T, S), (B, H, 1, S)])
@@ -333,21 +281,6 @@ def test_uniform_numbers_are_of_the_open_interval():
 # Gamma functions and draws.
 
 
-def test_gamma_functions_in_single_precision():
-    x = torch.cat([torch.zeros(1), torch.logspace(-30, 6, 2000)])
-    exact = x.double().numpy()
-    log_gamma, digamma, trigamma = special.gammas_and_trigamma(x)
-    pairs = [
-        (log_gamma, scipy_special.gammaln(1 + exact)),
-        (digamma, scipy_special.digamma(1 + exact)),
-        (trigamma, scipy_special.polygamma(1, 1 + exact)),
-    ]
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours.double(), torch.as_tensor(theirs), rtol=2e-6, atol=2e-6)
-    for ours, again in zip(special.gammas(x), (log_gamma, digamma), strict=True):
-        assert torch.equal(ours, again)
-
-
 @pytest.mark.parametrize("r", [1e-4, 0.3, 1.0, 1.01, 40.0])
 def test_what_the_kl_of_gammas_is_made_of(r):
     """In single precision, against scipy; the value may err by what x is rounded by."""
@@ -364,15 +297,14 @@ def test_what_the_kl_of_gammas_is_made_of(r):
         torch.testing.assert_close(twin, other, rtol=1e-7, atol=1e-9)
 
 
-def draws_of(sampler, alpha, count=60_000, dtype=torch.float64):
-    shape = torch.full((count,), alpha, dtype=dtype)
-    return sampler.log_x(shape, *sampler.noise(shape))
+def draws_of(alpha, count=60_000, dtype=torch.float64):
+    return special.log_gamma_draw(torch.full((count,), math.log(alpha), dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # whose uniform numbers have other sources
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("alpha", [1e-3, 0.1, 1.0, 4.0, 300.0])
 def test_gamma_draws_follow_their_law(alpha, dtype):
-    log_x = draws_of(special.IMPLICIT, alpha, dtype=dtype)[0].double()
+    log_x = draws_of(alpha, dtype=dtype)[0].double()
     if alpha < 0.01:  # X underflows, but F(x) = x^α / Γ(1 + α) but for x near 1, where X hardly ever is
         assert_law((alpha * log_x - math.lgamma(1 + alpha)).exp().clamp_max(1), "uniform")
     else:
@@ -384,14 +316,14 @@ def test_the_quantile_map_errs_by_what_its_docstring_says():
     x = torch.linspace(-9, 9, 4001, dtype=torch.float64)
     p = stats.norm.cdf(x)
     for alpha, bound in {0.0: 1e-4, 0.2: 1e-4, 1.0: 1e-4, 7.0: 5e-5, 1e3: 1e-5}.items():
-        log_g, _ = special.log_quantile(torch.full_like(x, alpha), x.clone())
+        log_g, _ = special.log_quantile(torch.full_like(x, alpha), x)
         assert abs(scipy_special.gammainc(alpha + 2, log_g.exp().numpy()) - p).max() < bound
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.7, 3.0, 40.0])
 def test_gamma_gradients_are_the_implicit_ones(alpha):
     """E[d log X / d log α] = α ψ′(α), and E[dX²/dα] by a difference of the exact α(α + 1)."""
-    log_x, slope = draws_of(special.IMPLICIT, alpha)
+    log_x, slope = draws_of(alpha)
     assert_mean(slope, alpha * scipy_special.polygamma(1, alpha))
     assert_mean(2 * (2 * log_x).exp() * slope / alpha, 2 * alpha + 1)
 
@@ -400,7 +332,7 @@ def test_the_quantile_slope_is_the_derivative_of_the_exact_quantile():  # which 
     x = torch.linspace(-2.5, 2.5, 51, dtype=torch.float64)
     p, h = stats.norm.cdf(x), 1e-4
     for alpha, tolerance in {0.0: 4e-3, 0.3: 4e-3, 1.0: 4e-3, 10.0: 1e-3}.items():
-        _, slope = special.log_quantile(torch.full_like(x, alpha), x.clone())
+        _, slope = special.log_quantile(torch.full_like(x, alpha), x)
         up, down = (scipy_special.gammaincinv(alpha + 2 + e, p) for e in (h, -h))
         exact = torch.as_tensor((numpy.log(up) - numpy.log(down)) / (2 * h))
         torch.testing.assert_close(slope, exact, rtol=tolerance, atol=0)
@@ -422,13 +354,9 @@ def test_dirichlet_gradient_in_the_sharpness_is_unbiased():  # E[w₁²] = α₁
 
 def test_the_surrogate_is_good_below_one_and_bad_above():
     for alpha, close in {0.01: True, 3.0: False}.items():
-        log_x, _ = draws_of(special.SURROGATE, alpha, 20_000)
+        log_x = special.log_surrogate_draw(torch.full((20_000,), math.log(alpha), dtype=torch.float64))
         distance = stats.kstest(scipy_special.gammainc(alpha, log_x.exp().numpy()), "uniform").statistic
         assert (distance < 0.02) == close
-        h, u = 1e-6, math.log(0.3)
-        y = torch.tensor([math.log(alpha)], dtype=torch.float64)
-        steps = [special.log_surrogate((y + e).exp(), torch.full_like(y, u)) for e in (h, 0, -h)]
-        torch.testing.assert_close(steps[1][1], (steps[0][0] - steps[2][0]) / (2 * h), rtol=1e-6, atol=0)
 
 
 # Spreads.

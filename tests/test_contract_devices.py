@@ -1,16 +1,20 @@
 """Every method fits and predicts without a single tensor or generator of the library that does not name its device."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from bayesformer.methods import METHODS
+from bayesformer.laplace.method import STRUCTURES
+from bayesformer.layers.families import FAMILIES
+from bayesformer.likelihoods import as_likelihood
+from bayesformer.methods import METHODS, Problem, build_method
 from bayesformer.posterior import Posterior
 from tests import device_watch
-from tests.contract import REFUSED, ask, fit, plain_model, ways_of
+from tests.contract import REFUSED, TRAINING, ask, fit, plain_model, ways_of
 from tests.contract_zoo import build
 from tests.device_watch import UnnamedDeviceError, watching_devices
 
@@ -33,6 +37,41 @@ def test_every_factory_names_its_device(method, kind, monkeypatch, tmp_path, cap
         ask(Posterior.load(tmp_path, plain), example.inputs, ways_of(posterior, kind)[0])
 
 
+VARIANTS = [
+    *(("laplace", {"structure": name}) for name in STRUCTURES),
+    *(("laplace", {"structure": "diag", "curvature": name}) for name in ("ggn", "mc", "fisher")),
+    ("laplace", {"structure": "diag", "prior_precision": "marglik", "per": "layer"}),
+    *(("vi", {"kind": kind}) for kind in ("dense", "diag")),
+    ("ekf", {"kind": "dense", "transition_sd": 0.1}),
+    *(
+        ("mean_field", {"family": family, "local": False, "flipout": True, "prior": "cauchy(0, 1)"})
+        for family in FAMILIES
+    ),
+    ("mean_field", {"predictive": "linearised"}),
+    *(("attention", {"family": family}) for family in ("gaussian", "dirichlet", "weibull", "lognormal")),
+    ("attention", {"family": "dirichlet", "data_dependent": True}),
+    ("attention", {"family": "weibull", "prior": "contextual"}),
+    ("sghmc", {"cycles": 1, "draws": 1}),
+    ("vi", {"subset": "projection*"}),
+    ("swag", {"rank": 0, "every": 1}),
+]
+"""settings that take another way through the library"""
+
+
+@pytest.mark.parametrize(("method", "settings"), VARIANTS)
+def test_variants_name_their_devices(method, settings, monkeypatch):
+    example = build("all_weights")
+    few = {} if method == "swag" else {"draws": 2}
+    problem = Problem(
+        example.model, as_likelihood(example.likelihood), example.data, training=replace(TRAINING, epochs=4, lr=1e-3)
+    )
+    chosen = build_method(method, {**few, **settings})
+    with watching_devices(monkeypatch):
+        posterior = chosen.fit(problem)
+        for way in ways_of(posterior):
+            ask(posterior, example.inputs, way)
+
+
 def test_a_factory_of_the_library_is_found(monkeypatch, tmp_path):
     """The same line is an error in a file of the library and none in a user's."""
     inside, outside = f"{device_watch.HOME}/made_up.py", str(tmp_path / "model.py")
@@ -40,9 +79,7 @@ def test_a_factory_of_the_library_is_found(monkeypatch, tmp_path):
                  "torch.distributions.Normal(0.0, 1.0)", "torch.as_tensor([1.0])"):  # fmt: skip
         with watching_devices(monkeypatch):
             exec(compile(text, outside, "eval"), {"torch": torch})
-            with pytest.raises(
-                UnnamedDeviceError, match="without a device in bayesformer/made_up.py:<module>"
-            ):
+            with pytest.raises(UnnamedDeviceError, match="without a device in bayesformer/made_up.py:<module>"):
                 exec(compile(text, inside, "eval"), {"torch": torch})
     for text in ("torch.zeros(3, device='cpu')", "torch.zeros_like(x)", "x.new_zeros(3)", "torch.Generator(x.device)",
                  "x.to(torch.float64)", "torch.as_tensor(x)", "nn.Linear(2, 3)", "torch.normal(x, 1.0)"):  # fmt: skip

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bayesformer.jacobians import together
+from bayesformer.jacobians import batched_backward
 from bayesformer.jacobians.capture import Capture, backpropagate, mismatches
-from bayesformer.jacobians.watch import UseRecorder
+from bayesformer.jacobians.use_recorder import UseRecorder
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from tests.curvature_zoo import MODELS, build, inferred
@@ -223,12 +223,12 @@ def test_the_slow_way_equals_the_fast_one():
     assert [site.name for site in sites if site.kind == "general"] == [n for n in run.parameters if n in names]
 
 
-def test_a_site_that_is_missed_is_found_by_the_first_look(monkeypatch):
+def test_a_site_that_is_missed_is_found_by_the_probe(monkeypatch):
     """A rule that overlooks a use, or mistakes the batch axis, must not pass."""
-    from bayesformer.jacobians import watch
+    from bayesformer.jacobians import use_rules
 
     model, _, data = build("layer")
-    monkeypatch.setitem(watch.RULES, F.layer_norm, lambda *_, **__: True)
+    monkeypatch.setitem(use_rules.RULES, F.layer_norm, lambda *_, **__: True)
     run, _ = check(model, data.inputs)
     norms = {name for name in run.parameters if "norm" in name}
     assert run.general == dict.fromkeys(norms, "no use of it was seen")
@@ -324,7 +324,7 @@ def test_encoder_fast_path_is_not_taken():
     assert run.general == {}
 
 
-def test_a_first_look_at_one_example_is_not_trusted_for_more():
+def test_what_is_found_does_not_depend_on_how_many_examples_come_first():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -334,11 +334,26 @@ def test_a_first_look_at_one_example_is_not_trusted_for_more():
             return self.layer(x.transpose(0, 1).reshape(-1, 3)).view(x.shape[1], len(x), 2).transpose(0, 1)
 
     model, x = Mixed().double().eval(), torch.randn(4, 6, 3).double()
-    run, _ = check(model, x[:1])
-    assert run.general == {}
-    check(model, x, run)
-    assert "layer.weight" in run.general
-    check(model, x[:1], run)
+    first, _ = check(model, x[:1])
+    assert "layer.weight" in first.general
+    assert check(model, x)[0].general == first.general
+    check(model, x, first)
+
+
+def test_a_model_that_takes_one_example_only_is_probed_on_one():
+    class Lone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            if len(x) != 1:
+                raise ValueError("one graph at a time")
+            return self.layer(x)
+
+    run, sites = check(Lone().double().eval(), torch.randn(1, 6, 3).double())
+    assert run.probed == 1
+    assert len(sites) == 2
 
 
 def test_errors():
@@ -373,7 +388,7 @@ def test_gelu_sends_columns_back_together_as_one_by_one(approximate):
     x = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
     columns = torch.randn(3, 4, 7, dtype=torch.float64)
 
-    out = together.gelu(x, approximate)
+    out = batched_backward.gelu(x, approximate)
 
     def back(column):
         return torch.autograd.grad(out, x, column, retain_graph=True)[0]
@@ -382,8 +397,8 @@ def test_gelu_sends_columns_back_together_as_one_by_one(approximate):
         (expected,) = torch.autograd.grad(F.gelu(x, approximate=approximate), x, column)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(back(column), expected)
-    assert torch.equal(together.gelu(x, approximate), F.gelu(x, approximate=approximate))
-    assert together.gelu(x.detach()).grad_fn is None
+    assert torch.equal(batched_backward.gelu(x, approximate), F.gelu(x, approximate=approximate))
+    assert batched_backward.gelu(x.detach()).grad_fn is None
 
 
 @pytest.mark.parametrize("keys", ["rows", "turned", "shared"])
@@ -395,7 +410,7 @@ def test_matmul_sends_columns_back_together_as_one_by_one(keys):
     right = {"rows": turned.contiguous(), "turned": turned, "shared": b[:1, 0].mT}
     columns = torch.randn(3, 2, 3, 4, right[keys].shape[-1], dtype=torch.float64)
 
-    out = together.matmul(left, right[keys])
+    out = batched_backward.matmul(left, right[keys])
 
     def back(column):
         return torch.autograd.grad(out, [a, b], column, retain_graph=True)
@@ -407,10 +422,33 @@ def test_matmul_sends_columns_back_together_as_one_by_one(keys):
     assert torch.equal(out, left @ right[keys])
 
 
+@pytest.mark.parametrize("followed", ["query", "value", "all"])
+@pytest.mark.parametrize("mask", ["none", "causal", "padding"])
+def test_attention_sends_columns_back_together_as_one_by_one(followed, mask):
+    inputs = [torch.randn(2, 3, 4, 5, dtype=torch.float64) for _ in range(3)]
+    chosen = inputs if followed == "all" else inputs[:1] if followed == "query" else inputs[2:]
+    for x in chosen:
+        x.requires_grad_()
+    padding = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)[:, None, None]
+    options = {"is_causal": mask == "causal", "attn_mask": padding if mask == "padding" else None}
+    columns = torch.randn(3, 2, 3, 4, 5, dtype=torch.float64)
+    out = batched_backward.scaled_dot_product_attention(*inputs, **options)
+
+    def back(column):
+        return torch.autograd.grad(out, chosen, column, retain_graph=True)
+
+    plain = F.scaled_dot_product_attention(*inputs, **options)
+    assert torch.equal(out, plain)
+    for column, *found in zip(columns, *torch.vmap(back)(columns), strict=True):
+        expected = torch.autograd.grad(plain, chosen, column, retain_graph=True)
+        torch.testing.assert_close(tuple(found), expected)
+        torch.testing.assert_close(back(column), expected)
+
+
 def test_matmul_leaves_mixed_precision_to_torch():
     a, b = (torch.randn(2, 3, 3, requires_grad=True) for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16):
-        out = together.matmul(a, b)
+        out = batched_backward.matmul(a, b)
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert a.grad.dtype == torch.float32
@@ -441,7 +479,7 @@ class Half(nn.Module):
         return self.layer(x) + Unseen.apply(x, self.layer.weight)
 
 
-def test_uses_that_do_not_add_up_are_found_by_the_first_look():
+def test_uses_that_do_not_add_up_are_found_by_the_probe():
     model, x = Half().eval(), torch.randn(4, 3).double()
     run, _ = check(model, x)
     assert run.general == {"layer.weight": "its uses that were seen do not add up to its gradient"}

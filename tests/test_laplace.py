@@ -320,6 +320,13 @@ def test_wrong_input_is_named():
         broken.net[3].bias.fill_(math.nan)
     with pytest.raises(ValueError, match="model.s outputs must be finite on the data; 30 of 30 examples"):
         bf.laplace(broken, data, likelihood="categorical")
+    untrained = {"likelihood": "categorical", "training": bf.Training(epochs=10**9)}  # errors come before training
+    with pytest.raises(ValueError, match=r"subset='net.9\*' matches no weight"):
+        bf.fit(Mlp(), data, method=bf.Laplace(subset="net.9*"), **untrained)
+    frozen = Mlp()
+    frozen.net[3].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"the layer that gives the outputs, net.3, to be inferred"):
+        bf.fit(frozen, data, method=bf.Laplace(structure="last_layer"), **untrained)
     given = model.net[0].weight.detach().clone()
     posterior = bf.laplace(model, data, likelihood="categorical", prior_precision=1.0)
     with pytest.raises(ValueError, match="model must be in eval mode"):

@@ -11,12 +11,34 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from bayesformer.attention import Softmax
-from bayesformer.layers import ConcreteDropout, convert, convert_concrete, kl_divergence
+from bayesformer.layers import ConcreteSite, convert, convert_concrete, kl_divergence
+from bayesformer.model.calling import apply
+from bayesformer.model.randomness import find_randomness
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.model.space import Space
+from bayesformer.model.starting import draw_anew
 from bayesformer.models import Encoder, Regressor
-from bayesformer.network import FlatModel, apply, is_stochastic, reinitialise, stochastic_mode
 from tests.laws import assert_law, assert_mean
 from tests.nets import Mlp
-from tests.test_network import hugging_face
+
+
+def hugging_face(name):
+    """A small model of transformers with its inputs."""
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(2, 30, (4, 9))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    small = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if name == "bert":
+        config = transformers.BertConfig(**small, intermediate_size=32, num_labels=3, max_position_embeddings=16)
+        return transformers.BertForSequenceClassification(config).eval(), inputs
+    config = transformers.GPT2Config(vocab_size=30, n_positions=16, n_embd=16, n_layer=2, n_head=2)  # tied embeddings
+    return transformers.GPT2LMHeadModel(config).eval(), inputs
+
+
+def draws(model, inputs):
+    """Whether a pass draws random numbers in the mode the model is in."""
+    with torch.no_grad():
+        return find_randomness(model, lambda: apply(model, inputs)).kind != "none"
 
 
 def mask_moment(p, power, t=0.1):
@@ -27,17 +49,17 @@ def mask_moment(p, power, t=0.1):
 
 
 def sites(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, ConcreteDropout)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, ConcreteSite)}
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.8])
 def test_mask_is_the_relaxed_coin(p):
     ones = torch.ones(100_000, dtype=torch.float64)
-    warm = ConcreteDropout(p, temperature=0.8)  # at 0.1 many are 1 to all digits
+    warm = ConcreteSite(p, temperature=0.8)  # at 0.1 many are 1 to all digits
     kept = (warm(ones).detach() * (1 - p)).clamp_max(1)
     # 1 - z < c exactly when logit(1 - u) < t logit c + logit p
     assert_law(kept, lambda c: special.expit(0.8 * special.logit(c) + special.logit(p)))
-    masks = ConcreteDropout(p)(ones).detach()
+    masks = ConcreteSite(p)(ones).detach()
     assert_mean((masks * (1 - p) < 0.5).double(), p)
     assert_mean(masks, mask_moment(p, 1))
     assert_mean(masks.square(), mask_moment(p, 2))
@@ -47,7 +69,7 @@ def test_mask_is_the_relaxed_coin(p):
 
 
 def test_a_cold_mask_is_ordinary_dropout():
-    masks = ConcreteDropout(0.3, temperature=1e-5)(torch.ones(50_000)).detach()
+    masks = ConcreteSite(0.3, temperature=1e-5)(torch.ones(50_000)).detach()
     assert_mean(masks, 1.0)
     on = masks > 0.5
     assert_mean(on.float(), 0.7)
@@ -56,7 +78,7 @@ def test_a_cold_mask_is_ordinary_dropout():
 
 
 def test_no_rate_is_the_identity_and_so_is_eval_mode():
-    drop, x = ConcreteDropout(0.3), torch.randn(4, 5)
+    drop, x = ConcreteSite(0.3), torch.randn(4, 5)
     assert not torch.equal(drop(x), x)
     assert torch.equal(drop.eval()(x), x)
     drop.train().logit.data.fill_(-math.inf)
@@ -67,7 +89,7 @@ def test_no_rate_is_the_identity_and_so_is_eval_mode():
 
 @pytest.mark.parametrize("p", [0.1, 0.4])
 def test_gradient_in_the_rate_is_unbiased(p):
-    drop = ConcreteDropout(p).double()
+    drop = ConcreteSite(p).double()
     logits = drop.logit.detach().expand(200_000, 1)
     x = torch.ones(1, dtype=torch.float64)
 
@@ -104,7 +126,7 @@ def test_regulariser_is_a_kl_to_its_prior_up_to_a_constant():
         return (q * (np.log(safe) - log_prior)).sum() * (x[1] - x[0])
 
     def ours(p):
-        drop = ConcreteDropout(p).double()
+        drop = ConcreteSite(p).double()
         drop.logit.data.fill_(special.logit(p))  # not through float32
         return drop.regulariser(torch.tensor([[m * (1 - p)]], dtype=torch.float64), 1).item()  # W = M (1 - p)
 
@@ -124,10 +146,10 @@ def test_regulariser_gradcheck():
 
 
 def test_rates_start_in_their_range():
-    rates = torch.cat([ConcreteDropout((0.1, 0.5)).rate.detach() for _ in range(2000)])
+    rates = torch.cat([ConcreteSite((0.1, 0.5)).rate.detach() for _ in range(2000)])
     assert_law((rates - 0.1) / 0.4, "uniform")
-    assert ConcreteDropout(0.25).rate.item() == pytest.approx(0.25)
-    assert repr(ConcreteDropout(0.25)) == "ConcreteDropout(rate=0.25, temperature=0.1)"
+    assert ConcreteSite(0.25).rate.item() == pytest.approx(0.25)
+    assert repr(ConcreteSite(0.25)) == "ConcreteSite(rate=0.25, temperature=0.1)"
 
 
 # Sites
@@ -144,8 +166,7 @@ def test_our_model_has_a_site_before_every_linear_layer_and_on_attention():
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert type(concrete) is Regressor
     assert torch.equal(concrete.eval()(x), model.eval()(x))
-    stochastic_mode(concrete)
-    assert is_stochastic(concrete, x)
+    assert draws(concrete.train(), x)
 
 
 @pytest.mark.parametrize("name", ["regressor", "encoder layer", "bert", "gpt2"])
@@ -155,13 +176,12 @@ def test_every_site_acts_and_owes(name):
     elif name == "encoder layer":
         model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(3, 5, 8)
     else:
-        model, batch = hugging_face(name)
-        x = batch.inputs
+        model, x = hugging_face(name)
     concrete = convert_concrete(model.eval(), rate=0.3)
     assert torch.equal(apply(concrete, x), apply(model, x))  # eval mode
     for path, site in sites(concrete).items():
         site.train()
-        assert is_stochastic(concrete, x), path
+        assert draws(concrete, x), path
         site.eval()
     kl = kl_divergence(concrete)
     grads = torch.autograd.grad(kl, [site.logit for site in sites(concrete).values()])
@@ -210,20 +230,20 @@ def test_names_and_attention_choose_sites():
     assert all(p.dtype is torch.float64 for p in convert_concrete(model.double()).parameters())
 
 
-def test_copies_flat_weights_and_reinitialisation():
+def test_copies_shells_and_fresh_starts():
     model = convert_concrete(Mlp())
-    flat, x = FlatModel(model), torch.randn(4, 3)
+    shell, x = Skeleton(model, Space.of(model)).shell(), torch.randn(4, 3)
     values = []
-    for module in (flat.module, copy.deepcopy(model), model):
+    for module in (shell.module, copy.deepcopy(model), model):
         module.train()
         torch.manual_seed(1)
         (module(x).sum() + kl_divergence(module)).backward()
         values.append(torch.stack([site.logit.grad for site in sites(module).values()]))
     torch.testing.assert_close(values[0], values[1])
     torch.testing.assert_close(values[0], values[2])
-    rates = {name: site.logit.clone() for name, site in sites(model).items()}
-    reinitialise(model)
-    assert all(not torch.equal(rates[name], site.logit) for name, site in sites(model).items())
+    rates = {name: site.logit.clone() for name, site in sites(shell.module).items()}
+    draw_anew(shell, frozenset(shell.space.names))
+    assert all(not torch.equal(rates[name], site.logit) for name, site in sites(shell.module).items())
 
 
 def test_vmap_over_its_parameters():
@@ -246,14 +266,46 @@ def test_variational_weights_and_concrete_sites_owe_together():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ConcreteDropout(0.0), "rate must lie strictly between 0 and 1, .*; got 0.0"),
-        (lambda: ConcreteDropout((0.5, 0.1)), r"or be a range of such; got \(0.5, 0.1\)"),
-        (lambda: ConcreteDropout(0.1, temperature=0.0), "temperature must be positive; got 0.0"),
-        (lambda: ConcreteDropout(0.1, lengthscale=-1.0), "lengthscale must be positive; got -1.0"),
-        (lambda: convert_concrete(nn.LayerNorm(3)), "needs a model with linear layers .*; LayerNorm has none"),
+        (lambda: ConcreteSite(0.0), "rate must lie strictly between 0 and 1, .*; got 0.0"),
+        (lambda: ConcreteSite((0.5, 0.1)), r"or be a range of such; got \(0.5, 0.1\)"),
+        (lambda: ConcreteSite(0.1, temperature=0.0), "temperature must be positive; got 0.0"),
+        (lambda: ConcreteSite(0.1, lengthscale=-1.0), "lengthscale must be positive; got -1.0"),
+        (
+            lambda: convert_concrete(nn.LayerNorm(3)),
+            "must have a linear layer whose weight is learned, .*; LayerNorm has none",
+        ),
         (lambda: convert_concrete(Mlp(), names="nat.0"), "'nat.0'. Did you mean 'net.0'"),
     ],
 )
 def test_errors_name_argument_rule_and_value(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_only_layers_whose_weight_is_learned_have_a_site_and_a_regulariser():
+    model = Mlp()
+    model.net[0].weight.requires_grad_(False)
+    dropped = convert_concrete(model, rate=0.5, lengthscale=0.1)
+    assert list(sites(dropped)) == ["net.3.concrete"]
+    linear = dropped.net[3]
+    expected = 0.5 * 0.1**2 * 2 * linear.weight.square().sum() - linear.in_features * math.log(2)
+    torch.testing.assert_close(kl_divergence(dropped), expected)
+    (kl_divergence(dropped) + dropped.train()(torch.randn(4, 3)).sum()).backward()
+    assert dropped.net[0].weight.grad is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_padded_encoder_drops_without_nested_tensors(training):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    x, padding = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    dropped = convert_concrete(model, rate=0.3).train(training)
+    with torch.no_grad():
+        outputs = dropped(x, src_key_padding_mask=padding)
+    plain = model.eval()(x, src_key_padding_mask=padding).detach()  # with gradients: no nested tensors there either
+    assert model.use_nested_tensor  # the model given is left as it is
+    if training:
+        assert not torch.equal(outputs, dropped(x, src_key_padding_mask=padding))
+    else:
+        torch.testing.assert_close(outputs[~padding], plain[~padding])

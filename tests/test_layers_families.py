@@ -12,22 +12,27 @@ from bayesformer.layers.families import (
     CLOSED,
     FAMILIES,
     INFINITE,
-    Cauchy,
-    Gaussian,
-    Laplace,
-    Logistic,
-    StudentT,
+    CauchyWeights,
+    GaussianWeights,
+    LaplaceWeights,
+    LogisticWeights,
+    StudentTWeights,
     closed_kl,
     sampled_kl,
 )
 from bayesformer.priors import distributions as laws
 from tests.laws import assert_law, assert_mean
 
-SCIPY = {Gaussian: stats.norm, Cauchy: stats.cauchy, Laplace: stats.laplace, Logistic: stats.logistic}
-CASES = [(family, None) for family in SCIPY] + [(StudentT, df) for df in (2.1, 3.0, 7.5, 40.0)]
+SCIPY = {
+    GaussianWeights: stats.norm,
+    CauchyWeights: stats.cauchy,
+    LaplaceWeights: stats.laplace,
+    LogisticWeights: stats.logistic,
+}
+CASES = [(family, None) for family in SCIPY] + [(StudentTWeights, df) for df in (2.1, 3.0, 7.5, 40.0)]
 PRIORS = [
     laws.Normal(0.1, 0.6),
-    laws.Laplace(-0.2, 0.5),
+    laws.LaplaceDistribution(-0.2, 0.5),
     laws.Cauchy(0.1, 0.7),
     laws.Logistic(0, 0.4),
     laws.StudentT(3, 0, 0.5),
@@ -42,7 +47,7 @@ def law(family, df=None, loc=0.7, scale=0.3, n=1, grad=False):
 
 def frozen(family, df=None, loc=0.7, scale=0.3):
     """The same in scipy."""
-    return stats.t(df, loc, scale) if family is StudentT else SCIPY[family](loc, scale)
+    return stats.t(df, loc, scale) if family is StudentTWeights else SCIPY[family](loc, scale)
 
 
 def expectation(f, distribution, loc, scale):
@@ -64,7 +69,7 @@ def test_draws_follow_the_law_of_scipy(family, df):
     draws = law(family, df, n=50_000).rsample()
     reference = frozen(family, df)
     assert_law(draws, reference.cdf)
-    if family is not Cauchy and (df is None or df > 5):
+    if family is not CauchyWeights and (df is None or df > 5):
         assert_mean(draws, reference.mean())
         assert_mean((draws - 0.7).square(), reference.var())
     single = family(*(getattr(law(family, df, n=50_000), name).float() for name in law(family, df).__dict__))
@@ -80,8 +85,8 @@ def test_log_density_is_that_of_scipy(family, df):
 
 def test_scale_and_degrees_of_freedom_are_softplus():
     loc, rho, raw = torch.randn(3, 5)
-    assert torch.equal(Laplace.of(loc, rho).scale, softplus(rho))
-    student = StudentT.of(loc, rho, raw)
+    assert torch.equal(LaplaceWeights.of(loc, rho).scale, softplus(rho))
+    student = StudentTWeights.of(loc, rho, raw)
     assert torch.equal(student.df, 2 + softplus(raw))
     assert torch.equal(student[1:3].df, student.df[1:3])
     assert torch.equal(student[1:3].scale, student.scale[1:3])
@@ -106,7 +111,7 @@ def test_pathwise_gradients_are_unbiased(family, df):
 
 @pytest.mark.parametrize("df", [2.2, 4.0, 15.0])
 def test_implicit_gradient_in_the_degrees_of_freedom_is_that_of_the_exact_absolute_moment(df):
-    q = law(StudentT, df, loc=0.0, scale=1.0, n=100_000, grad=True)
+    q = law(StudentTWeights, df, loc=0.0, scale=1.0, n=100_000, grad=True)
     (grad,) = torch.autograd.grad(q.rsample().abs().sum(), q.df)
 
     def exact(v):  # E|t|
@@ -121,7 +126,7 @@ def test_implicit_gradient_in_the_degrees_of_freedom_is_that_of_the_exact_absolu
 def test_closed_kl_equals_quadrature_and_monte_carlo(family, prior):
     p = next(p for p in PRIORS if type(p) is prior)
     for nu, loc, scale in [(2.5, 0.7, 0.3), (9.0, -0.4, 1.3), (6.0, 0.0, 0.05)]:
-        df = nu if family is StudentT else None
+        df = nu if family is StudentTWeights else None
         reference = frozen(family, df, loc, scale)
         value = closed_kl(law(family, df, loc, scale), p)
         exact = expectation(log_ratio(reference, p), reference, loc, scale)
@@ -131,10 +136,10 @@ def test_closed_kl_equals_quadrature_and_monte_carlo(family, prior):
             assert_mean(sampled_kl(many, p, many.noise()), value)
 
 
-@pytest.mark.parametrize("family", [Gaussian, Laplace, Cauchy])
+@pytest.mark.parametrize("family", [GaussianWeights, LaplaceWeights, CauchyWeights])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_closed_kl_is_exactly_zero_at_equality(family, dtype):
-    prior = {Gaussian: laws.Normal, Laplace: laws.Laplace, Cauchy: laws.Cauchy}[family]
+    prior = {GaussianWeights: laws.Normal, LaplaceWeights: laws.LaplaceDistribution, CauchyWeights: laws.Cauchy}[family]
     for loc, scale in [(0.0, 1.0), (0.25, 0.5), (0.375, 2.0)]:  # numbers that both precisions hold
         q = family(torch.tensor([loc], dtype=dtype), torch.tensor([scale], dtype=dtype))
         assert closed_kl(q, prior(loc, scale)).item() == 0.0
@@ -144,7 +149,7 @@ def test_closed_kl_is_exactly_zero_at_equality(family, dtype):
 def test_closed_kl_gradcheck(family, prior):
     p = next(p for p in PRIORS if type(p) is prior)
     parameters = [torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.2]
-    parameters += [3 + 4 * torch.rand(6, dtype=torch.float64)] if family is StudentT else []
+    parameters += [3 + 4 * torch.rand(6, dtype=torch.float64)] if family is StudentTWeights else []
     leaves = tuple(value.requires_grad_() for value in parameters)
     assert torch.autograd.gradcheck(lambda *given: closed_kl(family(*given), p), leaves)
     assert (closed_kl(family(*leaves), p) > 0).all()
@@ -152,7 +157,7 @@ def test_closed_kl_gradcheck(family, prior):
 
 OPEN = [
     (family, df, prior)
-    for family, df in [*CASES[:4], (StudentT, 5.0)]
+    for family, df in [*CASES[:4], (StudentTWeights, 5.0)]
     for prior in PRIORS
     if (family, type(prior)) not in {*INFINITE, *CLOSED}
 ]
@@ -180,9 +185,9 @@ def test_sampled_kl_is_unbiased_with_an_unbiased_gradient(family, df, prior):
 @pytest.mark.parametrize(
     ("q", "p"),
     [
-        (law(Logistic, n=50), laws.Logistic(0.7, 0.3)),
-        (law(StudentT, 4.0, n=50), laws.StudentT(4.0, 0.7, 0.3)),
-        (law(Gaussian, n=50), laws.Normal(0.7, 0.3)),
+        (law(LogisticWeights, n=50), laws.Logistic(0.7, 0.3)),
+        (law(StudentTWeights, 4.0, n=50), laws.StudentT(4.0, 0.7, 0.3)),
+        (law(GaussianWeights, n=50), laws.Normal(0.7, 0.3)),
     ],
 )
 def test_sampled_kl_is_zero_at_equality(q, p):
@@ -191,11 +196,11 @@ def test_sampled_kl_is_zero_at_equality(q, p):
 
 def test_sampled_kl_does_not_cancel_at_small_scales():
     z, prior = torch.randn(100), laws.StudentT(5)
-    small = Gaussian(torch.ones(100), torch.full((100,), 1e-9))
-    exact = sampled_kl(Gaussian(small.loc.double(), small.scale.double()), prior, z.double())
+    small = GaussianWeights(torch.ones(100), torch.full((100,), 1e-9))
+    exact = sampled_kl(GaussianWeights(small.loc.double(), small.scale.double()), prior, z.double())
     torch.testing.assert_close(sampled_kl(small, prior, z).double(), exact, rtol=1e-5, atol=0)
 
 
 def test_every_family_is_listed_under_its_name():
     assert list(FAMILIES) == ["gaussian", "cauchy", "laplace", "logistic", "student_t"]
-    assert set(FAMILIES.values()) == {*SCIPY, StudentT}
+    assert set(FAMILIES.values()) == {*SCIPY, StudentTWeights}

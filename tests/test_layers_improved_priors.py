@@ -3,9 +3,9 @@
 import pytest
 
 from bayesformer.layers import IMPROVED, convert, kl_divergence
+from bayesformer.model.space import Space
 from bayesformer.models import Encoder, Regressor, SequenceClassifier, Tagger, VisionTransformer
-from bayesformer.network import trainable
-from bayesformer.priors.distributions import Cauchy, Laplace, Logistic, Normal, StudentT
+from bayesformer.priors.distributions import Cauchy, LaplaceDistribution, Logistic, Normal, StudentT
 from bayesformer.priors.prior import Prior
 
 MODELS = {
@@ -18,10 +18,10 @@ MODELS = {
 # embedding, attention, MLP, projection, as in the thesis
 TABLES = {
     "m1": (StudentT(13, 0, 0.03), StudentT(5, 0, 1e-4), StudentT(6, 0, 1e-4), Cauchy(0, 0.6)),
-    "m2": (Laplace(0, 0.035), StudentT(4, 0, 1e-4), StudentT(5, 0, 1.5e-4), Laplace(0, 0.01)),
-    "m3": (Normal(0, 0.6), Logistic(0, 0.001), StudentT(5, 0, 0.002), Laplace(0, 0.1)),
-    "m4": (Laplace(0, 0.3), StudentT(3, 0, 1e-4), StudentT(5, 0, 1.5e-4), Laplace(0, 0.01)),
-    "m5": (Laplace(0, 0.1), StudentT(6, 0, 1e-4), StudentT(4, 0, 1e-4), StudentT(1e4, 0, 0.2)),
+    "m2": (LaplaceDistribution(0, 0.035), StudentT(4, 0, 1e-4), StudentT(5, 0, 1.5e-4), LaplaceDistribution(0, 0.01)),
+    "m3": (Normal(0, 0.6), Logistic(0, 0.001), StudentT(5, 0, 0.002), LaplaceDistribution(0, 0.1)),
+    "m4": (LaplaceDistribution(0, 0.3), StudentT(3, 0, 1e-4), StudentT(5, 0, 1.5e-4), LaplaceDistribution(0, 0.01)),
+    "m5": (LaplaceDistribution(0, 0.1), StudentT(6, 0, 1e-4), StudentT(4, 0, 1e-4), StudentT(1e4, 0, 0.2)),
     "pos": (Normal(0, 0.3), StudentT(12, 0, 1e-4), StudentT(1e4, 0, 2.5e-4), Normal(0, 0.3)),
 }
 
@@ -30,7 +30,7 @@ TABLES = {
 @pytest.mark.parametrize("task", IMPROVED)
 def test_every_parameter_has_the_law_of_its_group(task, name):
     model = MODELS[name]()
-    laws = Prior(IMPROVED[task]).assign(trainable(model))
+    laws = Prior(IMPROVED[task]).assign(Space.of(model).names)
     for parameter, law in laws.items():
         if "norm." in parameter:
             expected = Normal(1, 1) if parameter.endswith("weight") else Normal(0, 1)

@@ -7,10 +7,8 @@ import torch
 from scipy import stats
 from torch import nn
 from torch.func import functional_call, jacrev, vmap
-from torch.nn import functional as F
 
 from bayesformer.layers import convert
-from bayesformer.layers.fused_linear import gaussian_linear
 from bayesformer.layers.local import LOCAL, affine, is_table, replaced
 from tests.laws import assert_law, assert_mean
 
@@ -41,19 +39,23 @@ def layer(name, family, **options):
     prior = "cauchy(0, 1)" if family == "cauchy" else "normal(0, 1)"
     model = convert(build().double(), family, prior, rho=-1.0, **options)
     with torch.no_grad():
-        model.rho.add_(torch.randn_like(model.rho))
+        for raw in model.rho:
+            raw.add_(torch.randn_like(raw))
     return model, torch.randn(shape, dtype=torch.float64)
 
 
 def weights_jacobian(model, x):
     """(outputs, weights): every layer here is linear in its weights."""
-    names = list(model.layout.names)
 
     def run(flat):
-        return functional_call(model.model, model.layout.views(flat), (x,))
+        return functional_call(model.model, model.space.views(flat), (x,))
 
-    assert names
-    return jacrev(run)(model.posterior().loc.detach()).flatten(0, -2)
+    return jacrev(run)(model.space.pack(dict(model.model.named_parameters()))).flatten(0, -2)
+
+
+def scales(model):
+    """(P,): the scales of all weights in the order of the space."""
+    return model.space.pack(model.scales())
 
 
 def draw(model, x, count=DRAWS):
@@ -66,9 +68,9 @@ def draw(model, x, count=DRAWS):
 @pytest.mark.parametrize("name", LAYERS)
 def test_gaussian_outputs_have_the_mean_and_variance_of_gaussian_weights(name, local):
     model, x = layer(name, "gaussian", local=local)
-    draws, q = draw(model, x), model.posterior()
+    draws = draw(model, x)
     mean = model.model(x).flatten().detach()
-    variance = weights_jacobian(model, x).square() @ q.scale.detach().square()
+    variance = weights_jacobian(model, x).square() @ scales(model).square()
     assert_mean(draws, mean)
     assert_mean((draws - mean).square(), variance)
     assert_law((draws[:, 0] - mean[0]) / variance[0].sqrt(), stats.norm.cdf)
@@ -78,9 +80,9 @@ def test_gaussian_outputs_have_the_mean_and_variance_of_gaussian_weights(name, l
 @pytest.mark.parametrize("name", LAYERS)
 def test_cauchy_outputs_have_the_law_of_cauchy_weights(name, local):
     model, x = layer(name, "cauchy", local=local)
-    draws, q = draw(model, x), model.posterior()
+    draws = draw(model, x)
     mean = model.model(x).flatten().detach()
-    scale = weights_jacobian(model, x).abs() @ q.scale.detach()
+    scale = weights_jacobian(model, x).abs() @ scales(model)
     for i in range(0, len(mean), max(1, len(mean) // 4)):
         assert_law((draws[:, i] - mean[i]) / scale[i], stats.cauchy.cdf)
     # median and interquartile range, from the binomial law of the counts below the exact quartiles
@@ -107,12 +109,12 @@ def test_local_noise_is_apart_for_examples_and_positions_and_shared_for_weight_d
 
 @pytest.mark.parametrize("family", LOCAL)
 def test_an_input_of_zeros_has_finite_gradients(family):
-    name = {"Gaussian": "gaussian", "Cauchy": "cauchy"}[family.__name__]
+    name = {"GaussianWeights": "gaussian", "CauchyWeights": "cauchy"}[family.__name__]
     model, _ = layer("linear without bias", name)
     x = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
     out = model(x)
     assert out.abs().max() < 1e-100
-    grads = torch.autograd.grad(out.sum(), [x, model.rho, model.model.weight])
+    grads = torch.autograd.grad(out.sum(), [x, model.rho[0], model.model.weight])
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
@@ -121,70 +123,23 @@ def test_local_gradients_equal_finite_differences_under_one_seed():
 
     def value(rho, weight):
         torch.manual_seed(5)
-        return functional_call(model, {"rho": rho, "model.weight": weight}, (x,))
+        return functional_call(model, {"rho.0": rho, "model.weight": weight}, (x,))
 
-    leaves = (model.rho.detach().requires_grad_(), model.model.weight.detach().requires_grad_())
+    leaves = (model.rho[0].detach().requires_grad_(), model.model.weight.detach().requires_grad_())
     assert torch.autograd.gradcheck(value, leaves)
 
 
-# One operation for a linear layer, and rows of embeddings
+# Rows of embeddings
 
 
-def single_operations(x, weight, bias, scale, floor):
-    sd = F.linear(x * x, scale.square(), floor).sqrt()
-    return F.linear(x, weight, bias) + sd * torch.randn_like(sd)
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 3, 4), (0, 4)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_fused_layer_is_the_single_operations(shape, bias):
-    shapes = {"x": shape, "weight": (3, 4), "bias": (3,), "scale": (3, 4), "floor": (3,)}
-    leaves = {name: torch.rand(s, dtype=torch.float64).add(0.1).requires_grad_() for name, s in shapes.items()}
-    if not bias:
-        leaves["bias"] = None
-    given = [leaf for leaf in leaves.values() if leaf is not None]
-    results = []
-    for form in (gaussian_linear, single_operations):
-        torch.manual_seed(2)
-        value = form(*leaves.values())
-        results.append((value, *torch.autograd.grad(value.sin().sum(), given)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_the_fused_layer_has_second_derivatives():
-    shapes = [(2, 4), (3, 4), (3,), (3, 4), (3,)]
-    leaves = tuple(torch.rand(shape, dtype=torch.float64).add(0.1).requires_grad_() for shape in shapes)
-
-    def value(*given):
-        torch.manual_seed(2)
-        return gaussian_linear(*given)
-
-    assert torch.autograd.gradcheck(value, leaves)
-    assert torch.autograd.gradgradcheck(value, leaves)
-
-
-def test_the_fused_layer_gives_only_the_gradients_asked_for():
-    leaves = [torch.rand(2, 4), torch.rand(3, 4), torch.rand(3), torch.rand(3, 4), torch.rand(3)]
-    for i, leaf in enumerate(leaves):
-        leaf.requires_grad_()
-        torch.manual_seed(2)
-        (ours,) = torch.autograd.grad(gaussian_linear(*leaves).sum(), leaf)
-        torch.manual_seed(2)
-        (theirs,) = torch.autograd.grad(single_operations(*leaves).sum(), leaf)
-        torch.testing.assert_close(ours, theirs, msg=str(i))
-        leaf.requires_grad_(False)
-    assert not gaussian_linear(*leaves).requires_grad
-
-
-def test_lower_precision_on_demand_takes_single_operations():
+def test_lower_precision_on_demand():
     model, x = layer("linear", "gaussian")
     model, x = model.float(), x.float()
     with torch.autocast("cpu", torch.bfloat16):
         out = model(x)
     assert out.dtype == torch.bfloat16
     out.sum().backward()
-    assert torch.isfinite(model.rho.grad).all()
+    assert all(torch.isfinite(raw.grad).all() for raw in model.rho)
 
 
 IDS = torch.tensor([[1, 2, 2], [0, 1, 4]])
@@ -194,7 +149,8 @@ def table(family, **options):
     prior = "cauchy(0, 1)" if family == "cauchy" else "normal(0, 1)"
     model = convert(nn.Embedding(5, 3, padding_idx=0).double(), family, prior, rho=-1.0, **options)
     with torch.no_grad():
-        model.rho.add_(torch.randn_like(model.rho))
+        for raw in model.rho:
+            raw.add_(torch.randn_like(raw))
     return model
 
 
@@ -227,7 +183,7 @@ def test_rows_of_a_cauchy_embedding_have_their_law_at_every_place():
 def test_rows_give_gradients_to_their_words_and_none_to_padding(family):
     model = table(family)
     model(IDS).square().sum().backward()
-    for value in (model.model.weight.grad, model.layout.views(model.rho.grad)["weight"]):
+    for value in (model.model.weight.grad, model.rho[0].grad):
         assert (value[[1, 2, 4]] != 0).all()
         assert (value[[0, 3]] == 0).all()
     torch.manual_seed(1)
@@ -293,10 +249,10 @@ def test_flipout_keeps_the_law_of_one_weight(family):
 def test_flipout_keeps_the_joint_law_of_one_example(name):
     """Mean and full covariance of all outputs of an example: its positions share their weights."""
     model, x = layer(name, "laplace", flipout=True)
-    q, mean = model.posterior(), model.model(x).detach()
+    mean = model.model(x).detach()
     draws = draw(model, x).unflatten(1, mean.shape)[:, 0].flatten(1)
     first, jacobian = mean[0].flatten(), weights_jacobian(model, x).unflatten(0, mean.shape)[0].flatten(0, -2)
-    covariance = (jacobian * (2 * q.scale.detach().square())) @ jacobian.T  # a Laplace has variance 2 s²
+    covariance = (jacobian * (2 * scales(model).square())) @ jacobian.T  # a Laplace has variance 2 s²
     centred = draws - first
     assert_mean(draws, first)
     products = torch.einsum("li,lj->lij", centred, centred).flatten(1)
@@ -308,7 +264,7 @@ def test_flipout_keeps_the_joint_law_of_one_example(name):
 def test_flipout_decorrelates_examples(name):
     model, x = layer(name, "laplace", flipout=True)
     x = x[:1].expand(2, *x.shape[1:])
-    variance = weights_jacobian(model, x).square() @ (2 * model.posterior().scale.detach().square())
+    variance = weights_jacobian(model, x).square() @ (2 * scales(model).square())
     one, two = (draw(model, x) - model.model(x).flatten().detach()).chunk(2, 1)
     assert_mean(one * two, torch.zeros(one.shape[1]))
     model.flipout = False

@@ -278,9 +278,22 @@ def test_batches_and_columns_in_pieces_change_nothing(monkeypatch):
     weights = blocks(model, "kronecker")
     whole = linearised_outputs(model, Space.of(model), weights, inputs)
     monkeypatch.setattr(linearised, "COLUMNS", 4)
-    monkeypatch.setattr("bayesformer.predict.covariance_roots.CACHE", 64)
+    monkeypatch.setattr("bayesformer.core.slices.CACHED", 64)
     pieces = linearised_outputs(model, Space.of(model), weights, inputs, batch_size=2)
     torch.testing.assert_close(pieces.covariance, whole.covariance)
+
+
+def test_a_batch_whose_slopes_do_not_fit_is_cut(monkeypatch):
+    model, inputs = models()["tagger"]
+    weights = gaussian(mean_of(model.double().eval()), torch.rand(Space.of(model).size, dtype=F64))
+    whole = linearised_outputs(model, Space.of(model), weights, inputs)
+    seen = []
+    monkeypatch.setattr(linearised, "SLOPES", 2000)
+    inner = linearised.backpropagate
+    monkeypatch.setattr(linearised, "backpropagate", lambda *a: seen.append(len(a[1])) or inner(*a))
+    cut = linearised_outputs(model, Space.of(model), weights, inputs)
+    assert set(seen) == {1}
+    torch.testing.assert_close(cut.covariance, whole.covariance)
 
 
 def test_the_variance_is_that_of_sampling_for_small_spreads():

@@ -156,6 +156,23 @@ def test_members_in_lockstep_get_what_each_gets_alone(name):
         torch.testing.assert_close(together[2][THETA][row], grads[THETA], atol=1e-5, rtol=1e-3)
 
 
+def test_a_weight_that_no_output_depends_on_has_the_gradient_of_its_prior():
+    class Spare(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.spare = nn.Linear(2, 2)
+
+    found = objective(Spare(), prior="normal(0, 0.5)")
+    theta, batch = torch.randn(2, len(found.shell.theta)), Batch(torch.randn(2, 6, 3), torch.randint(2, (2, 6)))
+    together = found.value_and_grad({THETA: theta}, batch)[2][THETA]
+    for row in range(2):
+        own = Batch(batch.inputs[row], batch.targets[row])
+        alone = found.value_and_grad({THETA: theta[row]}, own)[2][THETA]
+        torch.testing.assert_close(together[row], alone, atol=1e-5, rtol=1e-3)
+        spare = found.shell.space.views(alone)["spare.weight"]
+        torch.testing.assert_close(spare, -found.shell.space.views(theta[row])["spare.weight"] / 0.25 / N)
+
+
 # --- what is random in a network ------------------------------------------------------------------------------------
 
 
@@ -173,9 +190,9 @@ RANDOM = {
     "mean field": variational,
     "mean field, drawn weights": lambda: variational(local=False),
     "attention": attentive,
-    "both": lambda: Variational(attentive(), names="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0),
+    "both": lambda: Variational(attentive(), subset="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0),
     "both, drawn weights": lambda: Variational(
-        attentive(), names="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0, local=False
+        attentive(), subset="*encoder*", prior=as_prior("normal(0, 0.7)"), rho=-2.0, local=False
     ),
 }
 POINTS = Batch(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 2)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from scipy import stats
 
-from bayesformer.priors.distributions import Cauchy, Laplace, Logistic, Normal, StudentT, write_score
+from bayesformer.priors.distributions import Cauchy, LaplaceDistribution, Logistic, Normal, StudentT, write_score
 from bayesformer.priors.prior import Prior, as_prior, parse_law
 from tests.laws import assert_law
 
 LAWS = [
     (Normal(0.3, 0.7), stats.norm(0.3, 0.7)),
     (StudentT(3.5, 0.3, 0.7), stats.t(3.5, 0.3, 0.7)),
-    (Laplace(0.3, 0.7), stats.laplace(0.3, 0.7)),
+    (LaplaceDistribution(0.3, 0.7), stats.laplace(0.3, 0.7)),
     (Cauchy(0.3, 0.7), stats.cauchy(0.3, 0.7)),
     (Logistic(0.3, 0.7), stats.logistic(0.3, 0.7)),
 ]
@@ -57,10 +57,10 @@ def test_the_first_matching_pattern_decides():
         "attention.q.weight": torch.randn(2),
         "head.bias": torch.randn(4),
     }
-    prior = Prior({"*attention*": Laplace(0, 0.1), "*bias": None, "*": Normal(0, 2)})
+    prior = Prior({"*attention*": LaplaceDistribution(0, 0.1), "*bias": None, "*": Normal(0, 2)})
     expected = (
         Normal(0, 2).log_prob(params["embed.weight"]).sum()
-        + Laplace(0, 0.1).log_prob(params["attention.q.weight"]).sum()
+        + LaplaceDistribution(0, 0.1).log_prob(params["attention.q.weight"]).sum()
     )
     torch.testing.assert_close(prior.log_prob(params), expected)
 
@@ -86,7 +86,7 @@ def test_laws_as_text():
     assert parse_law("normal(0, 0.5)") == Normal(0.0, 0.5)
     assert parse_law(" student_t( 5, 0, 1e-4 )") == StudentT(5.0, 0.0, 1e-4)
     assert parse_law("flat") is None
-    assert as_prior({"*attention*": "laplace(0, .1)", "*": "flat"}).groups["*attention*"] == Laplace(0, 0.1)
+    assert as_prior({"*attention*": "laplace(0, .1)", "*": "flat"}).groups["*attention*"] == LaplaceDistribution(0, 0.1)
     with pytest.raises(ValueError, match="unknown prior family 'norml'. Did you mean 'normal'"):
         parse_law("norml(0, 1)")
     with pytest.raises(ValueError, match="must read like 'normal"):

@@ -22,8 +22,9 @@ def test_every_example_runs_as_a_file(number, says, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(BLOCKS[number])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(script)]
     answer = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+        command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert says in answer.stdout

@@ -148,7 +148,7 @@ def _rows(weights, draws):
 
 
 def test_kronecker_equals_dense_with_the_same_covariance_also_by_rows_transposed_and_low_rank():
-    from bayesformer.predict.streamlined.structure import Complete, Factored
+    from bayesformer.predict.streamlined.weight_covariance import Complete, Factored
 
     block, sigma = kronecker_block(4, 3)
     low = Kronecker(block.out_values[:2], block.in_values, block.prior, block.out_vectors[:, :2], block.in_vectors)
@@ -170,7 +170,7 @@ def test_kronecker_equals_dense_with_the_same_covariance_also_by_rows_transposed
 
 def test_factored_damping_splits_the_prior_between_the_factors():
     """C_B = (B + √d I)⁻¹, C_A = (A + √d I)⁻¹, and S_h = C_B ⟨C_A, M⟩: less variance than the exact inverse."""
-    from bayesformer.predict.streamlined.structure import Factored
+    from bayesformer.predict.streamlined.weight_covariance import Factored
 
     block, _ = kronecker_block(4, 3)
     B, A = ((q * v) @ q.mT for q, v in ((block.out_vectors, block.out_values), (block.in_vectors, block.in_values)))

@@ -71,6 +71,19 @@ def llama(**options):
     return LlamaForCausalLM(config)
 
 
+def windowed(kind, **options):
+    """A model whose tokens attend to themselves and the one before, in some layers or all."""
+    import transformers
+
+    config, model = (
+        getattr(transformers, f"{kind}Config"),
+        getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM"),
+    )
+    sizes = {"head_dim": 4} if kind == "Gemma3Text" else {}
+    return model(config(vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+                        num_key_value_heads=1, sliding_window=2, **sizes, **TOKENS, **options))  # fmt: skip
+
+
 def vit(**options):
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -108,6 +121,10 @@ MODELS = {
     "gpt2 classifier": (gpt2_classifier, TEXT),
     "llama": (llama, TEXT),
     "llama, eager": (lambda: llama(attn_implementation="eager"), TEXT),
+    "mistral": (lambda: windowed("Mistral"), TEXT),
+    "mistral, eager": (lambda: windowed("Mistral", attn_implementation="eager"), TEXT),
+    "gemma 3": (lambda: windowed("Gemma3Text"), TEXT),
+    "gemma 3, eager": (lambda: windowed("Gemma3Text", attn_implementation="eager"), TEXT),
     "vit": (vit, {"pixel_values": IMAGES.expand(2, 3, 8, 8)}),
 }
 ALL = [
@@ -118,8 +135,13 @@ ALL = [
 ]
 
 
-def prepared(name, sd=0.05):
+# A norm after every layer multiplies variances by up to 1e6 on padding whose embedding is 0: wider ones overflow.
+SPREADS = {name: 1e-5 for name in MODELS if name.startswith(("mistral", "gemma"))}
+
+
+def prepared(name):
     torch.manual_seed(3)
+    sd = SPREADS.get(name, 0.05)
     build, inputs = MODELS[name]
     model = build().eval()
     space = Space.of(model)
@@ -197,6 +219,39 @@ def test_padding_adds_no_variance():
     for settings in ALL:
         a, b = (streamlined_outputs(model, space, weights, x, settings) for x in (TEXT, other))
         assert torch.allclose(a.variance, b.variance, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma 3"])
+def test_windows_and_padding_together(name):
+    """Padding outside every window attends to nothing; at real tokens all is as the eager attention has it."""
+    model, space, law, inputs = prepared(name)
+    eager = prepared(f"{name}, eager")[0]
+    eager.load_state_dict(model.state_dict())
+    real = MASK.bool()
+    for settings in (Settings(), Settings(tokens="shared")):
+        fused, plain = (streamlined_outputs(m, space, law, inputs, settings) for m in (model, eager))
+        torch.testing.assert_close(fused.mean[real], plain.mean[real], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fused.variance[real], plain.variance[real], rtol=1e-3, atol=0.0)
+    # What lies outside the window of two tokens, in two layers, changes nothing.
+    if name == "mistral":
+        far = {**inputs, "input_ids": inputs["input_ids"].clone()}
+        far["input_ids"][0, 0] = 44
+        moved, still = (streamlined_outputs(model, space, law, x) for x in (far, inputs))
+        torch.testing.assert_close(moved.variance[0, 3:], still.variance[0, 3:], rtol=1e-5, atol=0.0)
+        assert not torch.allclose(moved.variance[0, 0], still.variance[0, 0], rtol=1e-3, atol=0.0)
+
+
+def test_capped_logits_are_refused_before_any_number():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    model = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=50, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+                     num_key_value_heads=1, head_dim=4, **TOKENS)
+    ).eval()  # fmt: skip
+    space = Space.of(model)
+    theta = space.pack(dict(model.named_parameters()))
+    with pytest.raises(ValueError, match="no rule for attention whose logits are capped.*attn_logit_softcapping=50.0"):
+        Streamlined(model, space, gaussian(theta, torch.full_like(theta, 0.1)))
 
 
 def test_causal_models_do_not_look_ahead():

@@ -6,7 +6,7 @@ from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.describe import describe_families, install_described, register_family
 from bayesformer.attention.dirichlet import Dirichlet
 from bayesformer.attention.edges import Edges
-from bayesformer.attention.family import AttentionFamily, attention_kl, attention_mode, families
+from bayesformer.attention.family import AttentionFamily, attention_kl, attention_mode, families, family_weights
 from bayesformer.attention.gaussian_logits import GaussianLogits
 from bayesformer.attention.graph_attention import GraphAttention
 from bayesformer.attention.install import install, uninstall
@@ -49,6 +49,7 @@ __all__ = [
     "build_family",
     "describe_families",
     "families",
+    "family_weights",
     "install",
     "install_described",
     "masked_softmax",

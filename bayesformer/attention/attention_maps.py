@@ -83,7 +83,7 @@ class MapRecorder:
             handle.remove()
 
     def begin(self) -> None:
-        """A new pass."""
+        """Say that a new pass begins: layers that are called several times in it are told apart."""
         self._calls = {}
 
     def maps(self) -> list[AttentionMap]:

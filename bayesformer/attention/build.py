@@ -1,4 +1,4 @@
-"""Families by name."""
+"""Stochastic families by name, with the defaults that each name stands for."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PriorKind: TypeAlias = Literal["fixed", "symmetric", "contextual"]
 
 @dataclass(frozen=True)
 class FamilyDefaults:
-    """What the words of a setting mean for a family, where they are not given, and which it understands."""
+    """The default settings of a family, the kinds of prior it takes, and whether its spread can be learned."""
 
     spread: float
     prior_scale: float
     prior_location: float | None
     priors: tuple[str, ...]
-    learns: bool  # whether its spread can be learned
+    learns: bool
 
 
 DEFAULTS: Mapping[str, FamilyDefaults] = {
@@ -75,11 +75,11 @@ def build_family(
     """
     if name not in DEFAULTS:
         raise unknown_name("family", name, DEFAULTS)
-    choice = DEFAULTS[name]
-    _check_fits(name, choice, prior, data_dependent, length, prior_location)
-    start = choice.spread if spread is None else spread
-    scale = choice.prior_scale if prior_scale is None else prior_scale
-    location = choice.prior_location if prior_location is None else prior_location
+    defaults = DEFAULTS[name]
+    _check_fits(name, defaults, prior, data_dependent, length, prior_location)
+    start = defaults.spread if spread is None else spread
+    scale = defaults.prior_scale if prior_scale is None else prior_scale
+    location = defaults.prior_location if prior_location is None else prior_location
     if name == "gaussian":
         return GaussianLogits(_spread(start, heads, data_dependent, length, hidden, False), scale, dropout)
     if name == "dirichlet":
@@ -103,14 +103,14 @@ def _spread(
 
 
 def _check_fits(
-    name: str, choice: FamilyDefaults, prior: str, data_dependent: bool, length: int | None, location: float | None
+    name: str, defaults: FamilyDefaults, prior: str, data_dependent: bool, length: int | None, location: float | None
 ) -> None:
-    if prior not in choice.priors:
-        raise unknown_name(f"prior of {name} attention", prior, choice.priors)
-    if (data_dependent or length is not None) and not choice.learns:
+    if prior not in defaults.priors:
+        raise unknown_name(f"prior of {name} attention", prior, defaults.priors)
+    if (data_dependent or length is not None) and not defaults.learns:
         given = "data_dependent" if data_dependent else "length"
         raise ValueError(f"{given} must be left out for {name} attention, whose spread is fixed; got it.")
-    if location is not None and choice.prior_location is None:
+    if location is not None and defaults.prior_location is None:
         raise ValueError(f"prior_location must be left out for {name} attention; got {location}.")
     if location is not None and prior == "contextual":
         raise ValueError(f"prior_location must be left out with a contextual prior; got {location}.")

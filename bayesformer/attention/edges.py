@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from bayesformer.core.vectors import transformed
+from bayesformer.core.compat import is_batched_gradient, transformed
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,13 @@ class Edges:
         return self.spread(self.sum(like.new_ones(len(self.target))))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """Over each row of (..., E)."""
+        """(..., E): log softmax over the edges into each node."""
         shifted = self._shifted(logits)
         # An empty row has the logarithm of 0, but no edge asks for it or for its gradient.
         return shifted - self.spread(self.sum(shifted.exp()).log())
 
     def softmax(self, logits: Tensor) -> Tensor:
-        """Over each row of (..., E)."""
+        """(..., E): softmax over the edges into each node."""
         scores = self._shifted(logits).exp()
         return scores * self.spread(self.sum(scores).reciprocal())
 
@@ -91,24 +90,19 @@ class Edges:
                 return logits - high
         return logits - self.spread(self.largest(known))
 
-    def softmax_backward(self, grad: Tensor, weights: Tensor) -> Tensor:
-        """w (g - Σ w g) of each row."""
-        product = grad * weights
-        return product.sub_(weights * self.spread(self.sum(product)))
-
     def collect(self, weights: Tensor, values: Tensor) -> Tensor:
         """(..., N, d): the sum over each row of weights (..., E) times values (..., N, d) of the sources.
 
         Leading axes broadcast.
         """
         if transformed():
-            return self.collect_plainly(weights, values)
+            return self.collect_at_once(weights, values)
         lead = torch.broadcast_shapes(weights.shape[:-1], values.shape[:-2])
         given = weights.expand(*lead, -1), values.expand(*lead, -1, -1)
         return _Collect.apply(*given, self)
 
-    def collect_plainly(self, weights: Tensor, values: Tensor) -> Tensor:
-        """The same in single operations, with E times d numbers in memory at a time."""
+    def collect_at_once(self, weights: Tensor, values: Tensor) -> Tensor:
+        """`collect` with the messages of all edges in memory at a time, (..., E, d), and derivatives of any order."""
         messages = weights.unsqueeze(-1) * values.index_select(-2, self.source)  # (..., E, d)
         flat = messages.movedim(-2, 0).reshape(len(self.source), -1)  # (E, ...)
         total = flat.new_zeros(self.nodes, flat.shape[1]).scatter_add(0, self.target[:, None].expand_as(flat), flat)
@@ -120,7 +114,11 @@ PIECE = 1 << 17  # numbers per piece of messages: small enough for the cache, la
 
 
 class _Collect(torch.autograd.Function):
-    """Messages along some edges at a time: in all they are many times the nodes, and memory is what they cost."""
+    """`Edges.collect` along some edges at a time, so that their messages stay in the cache.
+
+    A training step on a graph of 20,000 nodes takes 1.7 times as long with all messages at once. Gradients that have a
+    gradient, or come several at a time, are those of `collect_at_once`.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, values: Tensor, edges: Edges) -> Tensor:
@@ -136,10 +134,9 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         weights, values = ctx.saved_tensors
         edges: Edges = ctx.edges
-        batched = torch._C._functorch.is_legacy_batchedtensor(by_out)  # gradients that come several at a time
-        if torch.is_grad_enabled() or batched or transformed():
+        if torch.is_grad_enabled() or is_batched_gradient(by_out) or transformed():
             with torch.enable_grad():
-                out = edges.collect_plainly(weights, values)
+                out = edges.collect_at_once(weights, values)
             wanted = [x for x, want in zip((weights, values), ctx.needs_input_grad, strict=False) if want]
             found = iter(torch.autograd.grad(out, wanted, by_out, create_graph=torch.is_grad_enabled()))
             return *(next(found) if want else None for want in ctx.needs_input_grad[:2]), None
@@ -192,54 +189,11 @@ class CompressedRows(NamedTuple):
         """(N, O): the features times the transpose of a weight (O, F)."""
         nodes, features = len(self.starts) - 1, weight.shape[1]
         if self.values.numel() > SPARSE * nodes * features:
-            if self.values.requires_grad or transformed():
-                rows = torch.repeat_interleave(self.starts.diff())
-                dense = self.values.new_zeros(nodes, features).index_put((rows, self.columns), self.values)
-                return F.linear(dense, weight)
-            result: Tensor = _DenseTimes.apply(self, weight)
-            return result
+            rows = torch.repeat_interleave(self.starts.diff())
+            return F.linear(self.values.new_zeros(nodes, features).index_put((rows, self.columns), self.values), weight)
         return F.embedding_bag(
             self.columns, weight.mT, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
         )
-
-
-BLOCK = 1 << 20  # numbers of a block of rows written out
-
-
-class _DenseTimes(torch.autograd.Function):
-    """Rows written out a block at a time, into the same memory: all of them would be new memory in every pass."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: CompressedRows, weight: Tensor) -> Tensor:
-        ctx.rows = rows
-        ctx.save_for_backward(weight)
-        out = weight.new_empty(len(rows.starts) - 1, len(weight))
-        for where, dense in _blocks(rows, weight.shape[1]):
-            torch.mm(dense, weight.mT, out=out[where])
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_out: Tensor) -> tuple[None, Tensor]:
-        (weight,) = ctx.saved_tensors
-        by_weight = torch.zeros_like(weight)
-        for where, dense in _blocks(ctx.rows, weight.shape[1]):
-            by_weight.addmm_(by_out[where].mT, dense)
-        return None, by_weight
-
-
-def _blocks(rows: CompressedRows, features: int) -> Iterator[tuple[slice, Tensor]]:
-    """Some nodes, and their features (·, F)."""
-    nodes = len(rows.starts) - 1
-    size = max(1, min(nodes, BLOCK // features)) if rows.values.device.type == "cpu" else max(1, nodes)
-    dense = rows.values.new_empty(size, features)
-    for start in range(0, nodes, size):
-        starts = rows.starts[start : start + size + 1]
-        some = slice(int(starts[0]), int(starts[-1]))
-        places = torch.repeat_interleave(starts.diff()).mul_(features).add_(rows.columns[some])
-        block = dense[: len(starts) - 1].zero_()
-        block.view(-1).index_put_((places,), rows.values[some])
-        yield slice(start, start + len(block)), block
 
 
 Visible: TypeAlias = Tensor | Edges

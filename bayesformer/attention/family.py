@@ -21,7 +21,7 @@ from bayesformer.attention.edges import Visible
 from bayesformer.attention.forward_pass import ForwardPass
 from bayesformer.attention.multi_head import Dropout, masked_softmax
 from bayesformer.attention.ranges import check_rate
-from bayesformer.core.types import Draw
+from bayesformer.core.types import Draw, Params
 
 Mode: TypeAlias = Literal["draw", "mean"]
 Drawn: TypeAlias = tuple[Tensor, Tensor | None]
@@ -79,6 +79,19 @@ class AttentionFamily(nn.Module):
 def families(model: nn.Module) -> list[AttentionFamily]:
     """All stochastic families among a model's modules, each once, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, AttentionFamily)]
+
+
+def family_weights(model: nn.Module) -> Params:
+    """The parameters of a model that belong to its stochastic families, by name: of spreads and contextual priors.
+
+    Outputs need not depend on them: those of a prior are learned through the KL alone.
+    """
+    return {
+        f"{where}.{name}" if where else name: weight
+        for where, module in model.named_modules()
+        if isinstance(module, AttentionFamily)
+        for name, weight in module.named_parameters()
+    }
 
 
 def attention_kl(model: nn.Module) -> Tensor:

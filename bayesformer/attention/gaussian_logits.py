@@ -8,7 +8,7 @@ from torch import Tensor
 from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
-from bayesformer.attention.rows import hidden_keys, noisy_softmax, visible_sum
+from bayesformer.attention.rows import hidden_keys, row_softmax, visible_sum
 from bayesformer.attention.spread import Learned, LogitSpread
 from bayesformer.core.draws import normal_like
 
@@ -34,7 +34,7 @@ class GaussianLogits(AttentionFamily):
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:  # noqa: ARG002
         """One softmax with noise added to the logits."""
         sigma = self.spread(logits, mask)  # broadcasts to (B, H, T, S)
-        weights = noisy_softmax(logits, sigma, normal_like(logits), hidden_keys(mask))
+        weights = row_softmax(logits + sigma * normal_like(logits), hidden_keys(mask))
         return weights, self._kl(sigma / self.prior_sigma, mask, logits.shape) if self.counts else None
 
     @staticmethod
@@ -42,5 +42,5 @@ class GaussianLogits(AttentionFamily):
         return visible_sum(0.5 * (ratio.square() - 1) - ratio.log(), mask, shape)
 
     def extra_repr(self) -> str:
-        """The prior."""
+        """The scale of the prior, for printing."""
         return f"prior_sigma={self.prior_sigma:g}"

@@ -42,7 +42,7 @@ class GraphAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Of its own: the bias, 0."""
+        """Set the bias to 0; the projection and the scores reset themselves."""
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor | CompressedRows, edges: Edges) -> Tensor:

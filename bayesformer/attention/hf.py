@@ -153,9 +153,9 @@ def detach(module: nn.Module) -> None:
 def count_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """B of a call of a model of transformers, by its main input or embeddings; None where it has neither."""
     given = _arguments(model, args, kwargs)
-    names = (getattr(model, "main_input_name", None), "input_ids", "inputs_embeds")
-    known = (given[name] for name in names if isinstance(given.get(name), Tensor))
-    return next((len(tensor) for tensor in known if tensor.dim()), None)
+    names = (getattr(model, "main_input_name", "input_ids"), "input_ids", "inputs_embeds")
+    tensors = [given[str(name)] for name in names if isinstance(given.get(str(name)), Tensor)]
+    return next((len(tensor) for tensor in tensors if tensor.dim()), None)
 
 
 def before_attention(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -157,7 +158,9 @@ def _is_softmax(module: nn.Module) -> bool:
 
 def _made(build: BuildFamily, site: nn.Module, name: str) -> AttentionFamily:
     """The family of an attention module, where and of the kind its weights are."""
-    made = build(*check_site(site, name))
+    own = next((p for p in site.parameters() if p.is_floating_point()), None)
+    with nullcontext() if own is None else own.device:
+        made = build(*check_site(site, name))
     if made.dropout.p:
         raise ValueError(f"dropout must be left out: it stays the model's own; got {made.dropout.p}.")
     if isinstance(site, MultiHeadAttention | GraphAttention):

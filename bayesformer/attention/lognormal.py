@@ -15,7 +15,7 @@ from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
-from bayesformer.attention.rows import Hidden, hidden_keys, hide_, known, noisy_softmax, visible_count
+from bayesformer.attention.rows import Hidden, hidden_keys, hide, row_softmax, visible_count
 from bayesformer.core.draws import normal_like
 
 
@@ -54,7 +54,7 @@ class Lognormal(AttentionFamily):
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
-        weights = noisy_softmax(logits, self.sigma, normal_like(logits), hidden)
+        weights = row_softmax(logits + self.sigma * normal_like(logits), hidden)
         return weights, self._kl(self._away(logits, mask, keys), mask, hidden) if self.counts else None
 
     def _away(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Tensor:
@@ -66,13 +66,9 @@ class Lognormal(AttentionFamily):
     def _kl(self, away: Tensor, mask: Visible, hidden: Hidden) -> Tensor:
         # Ratios are squared, not squares divided: σ₀ may be 1e15 and σ 1e-15.
         each = math.log(self.prior_sigma) - math.log(self.sigma) + 0.5 * (self.sigma / self.prior_sigma) ** 2 - 0.5
-
-        def squares(away: Tensor) -> tuple[Tensor, Tensor]:
-            z = hide_(away / self.prior_sigma, hidden)
-            return 0.5 * z.square().sum((-3, -2, -1)), z.div_(self.prior_sigma)
-
-        return known(squares, away) + each * visible_count(mask, away)
+        z = hide(away / self.prior_sigma, hidden)
+        return 0.5 * z.square().sum((-3, -2, -1)) + each * visible_count(mask, away)
 
     def extra_repr(self) -> str:
-        """The law and its prior."""
+        """The parameters of the law and of its prior, for printing."""
         return f"sigma={self.sigma:g}, mu={self.mu:g}, prior_sigma={self.prior_sigma:g}"

@@ -111,7 +111,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def width(self) -> int:
-        """d, of a head."""
+        """d, the width of a head: D / H."""
         return self.query.out_features // self.heads
 
     def split(self, x: Tensor) -> Tensor:

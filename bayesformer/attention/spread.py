@@ -28,7 +28,7 @@ class LogitSpread(nn.Module):
         self.start, self.per_row = start, per_row
 
     def extra_repr(self) -> str:
-        """Where it starts."""
+        """The value at the start and whether keys of a row share it, for printing."""
         return f"start={self.start:g}, per_row={self.per_row}"
 
 
@@ -51,7 +51,7 @@ class Learned(LogitSpread):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Back to the start."""
+        """Set ρ so that the spread is `start` everywhere."""
         nn.init.constant_(self.rho, inverse_softplus(self.start))
 
     def forward(self, logits: Tensor, mask: Visible) -> Tensor:
@@ -92,7 +92,7 @@ class DataDependent(LogitSpread):
         return F.softplus(raw if self.per_row else raw.squeeze(-1))
 
     def _along(self, logits: Tensor, edges: Edges) -> Tensor:
-        """(B, H, 1, E)."""
+        """(B, H, 1, E): the same on a graph, from the edges into each node."""
         log_m, dtype = edges.log_softmax(logits), self.out.weight.dtype
         inner = self.row(node_features(log_m, edges).to(dtype))[..., edges.target, :]  # (B, H, 1, E, hidden)
         if self.entry is not None:
@@ -150,7 +150,7 @@ def node_features(log_m: Tensor, edges: Edges) -> Tensor:
 
 
 def inverse_softplus(value: float) -> float:
-    """ρ with softplus(ρ) = value."""
+    """The number ρ with softplus(ρ) = log(1 + e^ρ) = value, for a value above 0."""
     return value + math.log(-math.expm1(-value))
 
 

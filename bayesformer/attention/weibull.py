@@ -10,24 +10,15 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from bayesformer.attention.contextual import Contextual
 from bayesformer.attention.edges import Visible
 from bayesformer.attention.family import AttentionFamily, Drawn
 from bayesformer.attention.ranges import check_above_zero
-from bayesformer.attention.rows import (
-    Hidden,
-    exponential_,
-    hidden_keys,
-    hide,
-    hide_,
-    known,
-    noisy_softmax,
-    visible_count,
-    visible_sum,
-)
-from bayesformer.attention.special import EULER, gammas
+from bayesformer.attention.rows import Hidden, finite_exp, hidden_keys, hide, row_softmax, visible_count, visible_sum
+from bayesformer.attention.special import EULER
 from bayesformer.core.draws import log_uniform_like
 
 
@@ -64,7 +55,7 @@ class Weibull(AttentionFamily):
     def draw(self, logits: Tensor, mask: Visible, keys: Tensor | None) -> Drawn:
         """One softmax with noise added to the logits."""
         hidden = hidden_keys(mask)
-        weights = noisy_softmax(logits, 1 / self.k, self._noise(logits), hidden)
+        weights = row_softmax(logits + self._noise(logits) / self.k, hidden)
         return weights, self._kl(logits, mask, hidden, keys) if self.counts else None
 
     @staticmethod
@@ -73,7 +64,7 @@ class Weibull(AttentionFamily):
 
     @property
     def _slope(self) -> float:
-        """What multiplies α besides -Φ."""
+        """What multiplies α in an entry's KL besides -Φ."""
         return EULER / self.k + math.lgamma(1 + 1 / self.k) - math.log(self.beta)
 
     @property
@@ -84,34 +75,23 @@ class Weibull(AttentionFamily):
         if self.contextual is not None:
             return self._contextual_kl(logits, mask, hidden, self.contextual(keys, mask))
         each = self.alpha * self._slope + math.lgamma(self.alpha) + self._constant
-
-        def varying(logits: Tensor) -> tuple[Tensor, Tensor]:
-            """Σ β exp(Φ) - α Φ."""
-            value, slope = self._scaled_exponential(logits)
-            value = hide_(value.add_(logits, alpha=-self.alpha), hidden)
-            return value.sum((-3, -2, -1)), hide_(slope.sub_(self.alpha), hidden)
-
-        return known(varying, logits) + each * visible_count(mask, logits)
+        varying = hide(self._mean_under_prior_rate(logits) - self.alpha * logits, hidden)
+        return varying.sum((-3, -2, -1)) + each * visible_count(mask, logits)
 
     def _contextual_kl(self, logits: Tensor, mask: Visible, hidden: Hidden, log_alpha: Tensor) -> Tensor:
         alpha = log_alpha.exp()
         # log Γ(α) = log Γ(1 + α) - log α: where the softmax underflows, α is 0 and its logarithm is not infinite.
-        each = alpha * self._slope + known(gammas, alpha) - log_alpha + self._constant
+        each = alpha * self._slope + torch.lgamma(1 + alpha) - log_alpha + self._constant
         shown = hide(logits, hidden)
         if alpha.shape[-2] == 1:  # one prior for all queries
             shown = shown.sum(-2, keepdim=True)
+        varying = hide(self._mean_under_prior_rate(logits), hidden).sum((-3, -2, -1))
+        return varying - (alpha * shown).sum((-3, -2, -1)) + visible_sum(each, mask, logits.shape)
 
-        def exponential(logits: Tensor) -> tuple[Tensor, Tensor]:
-            value, slope = self._scaled_exponential(logits)
-            return hide_(value, hidden).sum((-3, -2, -1)), hide_(slope, hidden)
-
-        crossed = (alpha * shown).sum((-3, -2, -1))
-        return known(exponential, logits) - crossed + visible_sum(each, mask, logits.shape)
-
-    def _scaled_exponential(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """β exp(Φ) and its derivative; β goes in as a logarithm, since exp(Φ) alone may overflow."""
-        return exponential_(logits + math.log(self.beta))
+    def _mean_under_prior_rate(self, logits: Tensor) -> Tensor:
+        """β exp(Φ); β goes in as a logarithm, since exp(Φ) alone may overflow."""
+        return finite_exp(logits + math.log(self.beta))
 
     def extra_repr(self) -> str:
-        """The law and its prior."""
+        """The parameters of the law and of its prior, for printing."""
         return f"k={self.k:g}, alpha={self.alpha:g}, beta={self.beta:g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "TorchDispatchMode",
     "compiled_from",
     "defaults",
+    "empty_wrapper",
     "gradient_hooks",
     "is_distributed",
     "named_slots",
@@ -151,6 +152,43 @@ def has_attention_name(config: Any) -> bool:
     return hasattr(config, "_attn_implementation_internal")
 
 
-def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
-    """w (g - Σ w g) of each row of softmax weights w, in one pass (`_softmax_backward_data`, what autograd calls)."""
-    return torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+W = TypeVar("W", bound=Tensor)
+
+
+def empty_wrapper(kind: type[W], like: Tensor) -> W:
+    """An object of a tensor subclass with the shape, dtype and device of `like` and no memory of its own.
+
+    Subclasses that only carry other tensors are made so throughout torch, by `Tensor._make_wrapper_subclass` alone.
+    """
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The live table of a module's own parameters (`_parameters`); only in it can a plain tensor stand for a parameter.
+
+    `torch.func.functional_call` does the same, but leaves out what recurrent layers remember; see `relist_weights`.
+    """
+    return module._parameters
+
+
+def relist_weights(module: nn.Module) -> None:
+    """Let an LSTM, GRU or RNN use the weights that its table of parameters holds now.
+
+    Its forward reads a list of them (`_flat_weights`), which is renewed by setting attributes and not by the table.
+    """
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
+
+
+def convolution(module: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """`(x, weight, bias) -> outputs` of a convolution layer with its stride, padding and groups (`_conv_forward`)."""
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor] = module._conv_forward  # type: ignore[assignment]
+    return forward
+
+
+def is_batched_gradient(grad: Tensor) -> bool:
+    """Whether a gradient in a backward pass stands for several, as with `torch.autograd.grad(is_grads_batched=True)`.
+
+    torch maps these by an older vmap, which `transformed` does not see and in-place operations do not know.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(grad)

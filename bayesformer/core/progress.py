@@ -18,10 +18,10 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Says nothing."""
+    """A reporter that shows nothing."""
 
     def update(self, task: str, done: int, total: int, note: str = "") -> None:
-        """Nothing."""
+        """Takes the news and does nothing with it."""
 
 
 class Queued:
@@ -32,7 +32,7 @@ class Queued:
         self.last: dict[str, float] = {}
 
     def update(self, task: str, done: int, total: int, note: str = "") -> None:
-        """Put the news on the queue."""
+        """Puts the news on the queue that the parent reads."""
         now = time.monotonic()
         if done < total and now - self.last.get(task, 0.0) < self.interval:
             return

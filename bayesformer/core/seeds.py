@@ -17,7 +17,8 @@ import torch
 
 from bayesformer.core.draws import drawing_from
 
-_lock = threading.RLock()  # of the process: who seeds the global streams holds it
+GLOBAL_STREAMS = threading.RLock()
+"""Held by whoever seeds the global streams of torch, numpy and `random`, or reads them to put them back."""
 
 
 def fold(seed: int, *names: int | str) -> int:
@@ -48,7 +49,7 @@ def global_streams(seed: int, torch_too: bool = True) -> Iterator[None]:
     A lock of the process is held, so that threads of this library wait for each other. A user's own thread that
     draws from a global stream meanwhile disturbs the numbers that are drawn here.
     """
-    with _lock, torch.random.fork_rng(enabled=torch_too):
+    with GLOBAL_STREAMS, torch.random.fork_rng(enabled=torch_too):
         numpy_state, random_state = numpy.random.get_state(), random.getstate()  # noqa: NPY002
         try:
             numpy.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 (a model's own code uses it)

@@ -41,6 +41,17 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def plain(value: Any) -> Any:
+    """The value as JSON knows it: lists, dicts with text keys, numbers; inf and nan as text, all else as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, bool | int | float | str | type(None)) else str(value)
+
+
 def write_json(path: Path, value: Any) -> None:
     """One line of JSON, in which infinities and NaN are the texts of `NOT_FINITE`; `with_numbers` reads them back."""
     try:

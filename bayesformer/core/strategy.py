@@ -41,7 +41,7 @@ class MemberTask(Protocol):
     """Work that is done once per member."""
 
     def single(self, member: int, reporter: Reporter) -> Any:
-        """The result of one member."""
+        """The result of one member, run alone."""
         ...
 
     def batched(self, members: Sequence[int], reporter: Reporter) -> Any:
@@ -50,7 +50,7 @@ class MemberTask(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the work happens."""
+        """The device that the work happens on."""
         ...
 
     @property

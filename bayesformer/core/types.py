@@ -81,12 +81,12 @@ class GaussianOutputs(NamedTuple):
 
     @property
     def variance(self) -> Tensor:
-        """(B, ..., K)."""
+        """(B, ..., K): the variance of every output."""
         return self.diagonal if self.factor is None else self.diagonal + self.factor.square().sum(-1)
 
     @property
     def covariance(self) -> Tensor:
-        """(B, ..., K, K)."""
+        """(B, ..., K, K): the covariance of the outputs of each example or position."""
         spread = torch.diag_embed(self.diagonal)
         return spread if self.factor is None else spread + self.factor @ self.factor.mT
 

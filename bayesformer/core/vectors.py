@@ -83,7 +83,7 @@ def dot(a: Params, b: Params) -> Tensor:
 
 
 def count(params: Params) -> int:
-    """Weights of one member."""
+    """The number of weights of one member, P."""
     return params[THETA].shape[-1] if THETA in params else sum(p.numel() for p in params.values())
 
 

@@ -7,7 +7,6 @@ them. One lock is held meanwhile: two trainings in one process never see each ot
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -16,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bayesformer.core.seeds import GLOBAL_STREAMS
+
 _T = TypeVar("_T")
-_lock = threading.RLock()
 
 
 class RandomStates(NamedTuple):
@@ -55,7 +55,7 @@ def seed_states(seed: int) -> None:
 @contextmanager
 def borrowed() -> Iterator[RandomStates]:
     """Hold the lock, yield the present states, and restore them at the end if they were moved."""
-    with _lock:
+    with GLOBAL_STREAMS:
         before = get_states()
         try:
             yield before

@@ -88,5 +88,5 @@ def encode(reviews: Sequence[tuple[list[str], int]], numbers: dict[str, int], le
 
 
 def mask_of(ids: Tensor) -> Tensor:
-    """1 at words, 0 at padding."""
+    """(N, T): 1 at words and 0 at padding, as a mask."""
     return (ids != PADDING).long()

@@ -34,32 +34,32 @@ class GaussianMixture:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the questions."""
+        """(N, ...): one entry per question that is asked."""
         return self.means.shape[1:-1]
 
     @cached_property
     def mean(self) -> Tensor:
-        """(N, ..., 1): Σ w_k m_k."""
+        """(N, ..., 1): the mean Σ w_k m_k of the mixture."""
         return self._average(self.means)
 
     @cached_property
     def variance(self) -> Tensor:
-        """(N, ..., 1): Σ w_k (v_k + (m_k - mean)²)."""
+        """(N, ..., 1): the variance Σ w_k (v_k + (m_k - mean)²) of the mixture."""
         return self._average(self.variances + (self.means - self.mean).square())
 
     @property
     def total(self) -> Tensor:
-        """(N, ...): the variance."""
+        """(N, ...): total uncertainty, the variance of the truth."""
         return self.variance.squeeze(-1)
 
     @property
     def aleatoric(self) -> Tensor:
-        """(N, ...): the variance."""
+        """(N, ...): aleatoric uncertainty, all of the variance: the truth is known."""
         return self.total
 
     @property
     def epistemic(self) -> Tensor:
-        """(N, ...): 0."""
+        """(N, ...): epistemic uncertainty, 0 since the truth is known."""
         return torch.zeros_like(self.total)
 
     def log_prob(self, targets: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ ORDERS = ("baoa", "baoab")
 
 
 class BAOABState(NamedTuple):
-    """What the next step needs."""
+    """State of BAOA and BAOAB: what the next step needs."""
 
     params: Params  # the current draw of θ
     momenta: Params
@@ -66,7 +66,7 @@ def build(
 
 
 def init(params: Params, *, order: Order) -> BAOABState:
-    """At rest."""
+    """The state at `params` with momenta 0."""
     momenta = {k: torch.zeros_like(p) for k, p in params.items()}
     gradient = {k: torch.zeros_like(p) for k, p in params.items()} if order == "baoab" else {}
     return BAOABState(params, momenta, gradient, step_zero(params), blank(params))

@@ -94,7 +94,7 @@ def sample(state: EKFDenseState) -> Params:
 
 
 def covariance(state: EKFDenseState) -> Tensor:
-    """Λ⁻¹, (P, P) or (L, P, P)."""
+    """The covariance Λ⁻¹ of the weights, (P, P) or (L, P, P)."""
     return torch.cholesky_inverse(torch.linalg.cholesky(state.precision))
 
 

@@ -15,7 +15,7 @@ from bayesformer.laws import GaussianLaw, gaussian
 
 
 class EKFDiagState(NamedTuple):
-    """N(params, 1 / precision)."""
+    """The filtered Gaussian N(params, 1 / precision)."""
 
     params: Params  # the mean
     precision: Params  # in the shapes of the mean
@@ -52,7 +52,7 @@ def build(
 
 
 def init(params: Params, *, sd: float | Tensor = 1.0) -> EKFDiagState:
-    """The prior N(params, sd²)."""
+    """The state before the first batch: the prior N(params, sd²)."""
     mean = {k: p.clone() for k, p in params.items()}
     return EKFDiagState(mean, {k: torch.ones_like(p) * sd**-2 for k, p in params.items()}, blank(params))
 

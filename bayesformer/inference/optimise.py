@@ -47,13 +47,13 @@ class Adam:
         return self.lr if callable(self.lr) else constant(self.lr)
 
     def init(self, params: Params) -> AdamState:
-        """Zero moments."""
+        """The state before the first step: both moments are 0."""
         momentum = {k: torch.zeros_like(p) for k, p in params.items()}
         square = {k: torch.zeros_like(p) for k, p in params.items()}
         return AdamState(momentum, square, next(iter(params.values())).new_zeros(()))
 
     def step(self, params: Params, grads: Params, state: AdamState, inplace: bool = False) -> tuple[Params, AdamState]:
-        """One step uphill."""
+        """The parameters and the state after one step uphill."""
         if inplace:
             self._fused(params, grads, state)
             return params, state
@@ -95,7 +95,7 @@ class Adam:
 
 
 class OptimiseState(NamedTuple):
-    """What the next step needs."""
+    """State of the ascent: what the next step needs."""
 
     params: Params  # the current θ
     adam: AdamState
@@ -113,7 +113,7 @@ def build(log_joint: LogJoint, rule: Adam | None = None, clip: float = math.inf)
 
 
 def init(params: Params, *, rule: Adam) -> OptimiseState:
-    """Zero moments."""
+    """The state before the first step: both moments are 0."""
     return OptimiseState(params, rule.init(params), blank(params))
 
 

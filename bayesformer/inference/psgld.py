@@ -15,7 +15,7 @@ from bayesformer.inference.sgld import check_settings, next_step, noise_sd, step
 
 
 class PSGLDState(NamedTuple):
-    """What the next step needs."""
+    """State of pSGLD: what the next step needs."""
 
     params: Params  # the current draw of θ
     square: Params  # running mean of the squared gradient
@@ -58,7 +58,7 @@ def build(
 
 
 def init(params: Params) -> PSGLDState:
-    """No gradient seen."""
+    """The state at `params`, before a gradient was seen."""
     return PSGLDState(params, {k: torch.zeros_like(p) for k, p in params.items()}, step_zero(params), blank(params))
 
 

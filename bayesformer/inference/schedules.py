@@ -21,7 +21,7 @@ def at(setting: float | Schedule, step: Tensor) -> float | Tensor:
 
 
 def constant(lr: float) -> Schedule:
-    """η_t = η."""
+    """A rate that is the same in every step, η_t = η."""
     return lambda step: torch.full_like(step, lr)
 
 

@@ -19,7 +19,7 @@ SCHEMES = ("semi-implicit", "explicit")
 
 
 class SGHMCState(NamedTuple):
-    """What the next step needs."""
+    """State of SGHMC: what the next step needs."""
 
     params: Params  # the current draw of θ
     momenta: Params
@@ -66,7 +66,7 @@ def build(
 
 
 def init(params: Params) -> SGHMCState:
-    """At rest."""
+    """The state at `params` with momenta 0."""
     return SGHMCState(params, {k: torch.zeros_like(p) for k, p in params.items()}, step_zero(params), blank(params))
 
 
@@ -106,5 +106,5 @@ def update(
 def kick(
     momentum: Tensor, grad: Tensor, keep: float | Tensor, rate: float | Tensor, sd: float | Tensor, inplace: bool
 ) -> Tensor:
-    """keep m + η ∇U + sd z."""
+    """The momenta after a step, keep · m + η ∇U + sd z."""
     return add_noise(add(multiply(momentum, keep, inplace), grad, rate, inplace), sd, inplace)

@@ -15,7 +15,7 @@ from bayesformer.inference.schedules import Schedule, at
 
 
 class SGLDState(NamedTuple):
-    """What the next step needs."""
+    """State of SGLD: what the next step needs."""
 
     params: Params  # the current draw of θ
     step: Tensor  # ()
@@ -42,7 +42,7 @@ def build(log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedu
 
 
 def init(params: Params) -> SGLDState:
-    """Start at `params`."""
+    """The state before the first step, at `params`."""
     return SGLDState(params, step_zero(params), blank(params))
 
 
@@ -93,7 +93,7 @@ def step_zero(params: Params) -> Tensor:
 
 
 def next_step(step: Tensor, inplace: bool) -> Tensor:
-    """t + 1."""
+    """The number of the next step, t + 1."""
     return step.add_(1) if inplace else step + 1
 
 
@@ -115,7 +115,7 @@ def add(tensor: Tensor, other: Tensor, scale: float | Tensor, inplace: bool) -> 
 
 
 def multiply(tensor: Tensor, scale: float | Tensor, inplace: bool) -> Tensor:
-    """scale tensor."""
+    """The product of a tensor with a scale."""
     return tensor.mul_(scale) if inplace else tensor.mul(scale)
 
 

@@ -16,7 +16,7 @@ from bayesformer.inference.sgld import add, check_settings, next_step, noise_sd,
 
 
 class SGNHTState(NamedTuple):
-    """What the next step needs."""
+    """State of SGNHT: what the next step needs."""
 
     params: Params  # the current draw of θ
     momenta: Params

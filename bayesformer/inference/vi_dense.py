@@ -95,12 +95,12 @@ def sample(state: VIDenseState) -> Params:
 
 
 def cholesky(state: VIDenseState) -> Tensor:
-    """C, (P, P) or (L, P, P)."""
+    """The Cholesky factor C of the covariance, (P, P) or (L, P, P)."""
     return state.factor.tril(-1) + state.factor.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
 
 
 def covariance(state: VIDenseState) -> Tensor:
-    """C Cᵀ, (P, P) or (L, P, P)."""
+    """The covariance C Cᵀ of q, (P, P) or (L, P, P)."""
     root = cholesky(state)
     return root @ root.mT
 

@@ -27,7 +27,7 @@ Estimate: TypeAlias = tuple[Tensor, Tensor, Params, Params]
 
 
 class VIDiagState(NamedTuple):
-    """q(θ) = N(μ, diag σ²)."""
+    """State of diagonal variational inference, q(θ) = N(μ, diag σ²)."""
 
     params: Params  # the mean μ
     log_sd: Params  # log σ, in the shapes of μ
@@ -39,11 +39,11 @@ class Rule(Protocol):
     """What moves parameters uphill; `optimise.Adam` is one."""
 
     def init(self, params: Params) -> Any:
-        """State before the first step."""
+        """The rule's own state before its first step."""
         ...
 
     def step(self, params: Params, grads: Params, state: Any, inplace: bool = False) -> tuple[Params, Any]:
-        """One step uphill."""
+        """The parameters and the rule's state after one step uphill."""
         ...
 
 
@@ -180,7 +180,7 @@ def join(mean: Params, log_sd: Params) -> Params:
 
 
 def split(joined: Params) -> tuple[Params, Params]:
-    """The two halves again."""
+    """Mean and log σ out of what `join` put together."""
     mean = {k[5:]: v for k, v in joined.items() if k.startswith("mean.")}
     return mean, {k[7:]: v for k, v in joined.items() if k.startswith("log_sd.")}
 
@@ -196,11 +196,11 @@ class Foreign:
     optimiser: Any
 
     def init(self, params: Params) -> Any:
-        """State before the first step."""
+        """The rule's own state before its first step."""
         return self.optimiser.init(params)
 
     def step(self, params: Params, grads: Params, state: Any, inplace: bool = False) -> tuple[Params, Any]:
-        """One step uphill."""
+        """The parameters and the rule's state after one step uphill."""
         # torchopt overwrites its state unless told not to
         options = {"inplace": inplace} if "inplace" in inspect.signature(self.optimiser.update).parameters else {}
         downhill = {k: -g for k, g in grads.items()}

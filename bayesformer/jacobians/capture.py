@@ -35,7 +35,7 @@ from bayesformer.core.errors import unknown_name
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.sites import Axis, GeneralSite, Part, Site, backpropagate
-from bayesformer.jacobians.watch import UseKey, UseRecorder
+from bayesformer.jacobians.use_recorder import UseKey, UseRecorder
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 
@@ -63,7 +63,10 @@ class Capture:
                 f"got a model whose {training or 'root'} module is training. Call model.eval()."
             )
         self.model = model
-        self.parameters = {name: model.get_parameter(name) for name in self.space.names}
+        # A shell that was made without gradients has weights that could not be differentiated in.
+        self.parameters = {name: model.get_parameter(name).requires_grad_() for name in self.space.names}
+        followed = {id(p) for p in self.parameters.values()}
+        self.others = [p for p in model.parameters() if p.requires_grad and id(p) not in followed]
         self.general = dict.fromkeys(general, "asked for")
         self.parts = {name: (p, Part(name, p.shape)) for name, p in self.parameters.items()}
         self.axes: dict[UseKey, Axis | None] = {}
@@ -80,21 +83,21 @@ class Capture:
         # One example alone cannot tell whether examples are kept apart: probe again once there are two.
         if self.probed < min(len(first_tensor(inputs)), PROBES[0]):
             self.probe(inputs)
-        outputs, watch = self._watched(inputs, self.axes)
-        for name, function in watch.uncovered.items():
+        outputs, recorder = self._recorded(inputs, self.axes)
+        for name, function in recorder.uncovered.items():
             # Its use depends on the data (a router's experts): what was done before may be wrong as well.
             raise ValueError(
                 f"parameter {name!r} is used by {function} in another way than on the first examples; "
                 f"follow it by a backward pass per example with general=[{name!r}], or leave it out."
             )
-        return outputs, self._sites(watch)
+        return outputs, self._sites(recorder)
 
-    def _watched(self, inputs: Inputs, axes: Mapping[UseKey, Axis | None]) -> tuple[Tensor, UseRecorder]:
+    def _recorded(self, inputs: Inputs, axes: Mapping[UseKey, Axis | None]) -> tuple[Tensor, UseRecorder]:
         examples = len(first_tensor(inputs))
         followed = (part for name, part in self.parts.items() if name not in self.general)
-        watch = UseRecorder(followed, examples, axes, self.columns, self.dtype)
-        with torch.inference_mode(False), torch.enable_grad(), _gradients_of(self.model, self.parameters), watch:
-            outputs = apply(self.model, inputs)
+        recorder = UseRecorder(followed, examples, axes, self.columns, self.dtype)
+        with torch.inference_mode(False), torch.enable_grad(), _without_gradients(self.others), recorder:
+            outputs = apply(self.model, map_inputs(inputs, _tracked))
         if len(outputs) != examples:
             raise ValueError(
                 f"outputs must have one entry per example in front; got {tuple(outputs.shape)} for {examples} examples."
@@ -102,10 +105,10 @@ class Capture:
         if not outputs.requires_grad:
             names = ", ".join(self.parameters)
             raise ValueError(f"outputs must depend on the parameters followed; they do not depend on {names}.")
-        return outputs, watch
+        return outputs, recorder
 
-    def _sites(self, watch: UseRecorder) -> list[Site]:
-        covered = [site for site in watch.sites if site.name not in self.general]
+    def _sites(self, recorder: UseRecorder) -> list[Site]:
+        covered = [site for site in recorder.sites if site.name not in self.general]
         slow = [
             GeneralSite(Part(name, p.shape), p, self.general[name], self.dtype)
             for name, p in self.parameters.items()
@@ -116,18 +119,35 @@ class Capture:
     def probe(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
         """Find the batch axes on the first few examples and compare all gradients with autograd's.
 
-        Returns the outputs and sites of those examples. The first call does this by itself.
+        Returns the outputs and sites of those examples. The first call does this by itself. Fewer examples than the
+        probe needs are repeated, so that what it finds does not depend on how many come first; a model that takes one
+        example only (a graph) is probed on one.
         """
-        sizes = [size for size in PROBES if size <= len(first_tensor(inputs))] or [1]
+        try:
+            return self._probe(_repeated(inputs, PROBES[-1]), PROBES)
+        except (ValueError, RuntimeError, IndexError):
+            if len(first_tensor(inputs)) > 1:
+                raise
+            return self._probe(inputs, (1,))
+
+    def _probe(self, inputs: Inputs, sizes: tuple[int, ...]) -> tuple[Tensor, list[Site]]:
         for size in sizes:
-            outputs, watch = self._watched(map_inputs(inputs, lambda x, size=size: x[:size]), {})
-            uncovered = self.general | watch.uncovered
+            outputs, recorder = self._recorded(map_inputs(inputs, lambda x, size=size: x[:size]), {})
+            uncovered = self.general | recorder.uncovered
             covered = {name: p for name, p in self.parameters.items() if name not in uncovered}
-            wrong = mismatches(covered, outputs, watch.sites)
+            wrong = mismatches(covered, outputs, recorder.sites)
             if not wrong or size == sizes[-1]:
                 break
-        self.general, self.axes, self.probed = wrong | uncovered, watch.axes, size
-        return outputs, self._sites(watch)
+        self.general, self.axes, self.probed = wrong | uncovered, recorder.axes, size
+        return outputs, self._sites(recorder)
+
+
+def _repeated(inputs: Inputs, least: int) -> Inputs:
+    """The inputs, from the first example again where there are fewer than `least`."""
+    count = len(first_tensor(inputs))
+    if count >= least:
+        return inputs
+    return map_inputs(inputs, lambda x: x[torch.arange(least, device=x.device) % count])
 
 
 def mismatches(parameters: Mapping[str, Tensor], outputs: Tensor, sites: list[Site]) -> dict[str, str]:
@@ -180,15 +200,18 @@ def irregular_values(like: Tensor) -> Tensor:
     return (1 + (numbers * 1.618033988749895 + 0.5).frac()).to(like.dtype).view(like.shape)
 
 
+def _tracked(x: Tensor) -> Tensor:
+    """The tensor, or a copy that autograd can work with if it was made in inference mode."""
+    return x.clone() if x.is_inference() else x
+
+
 @contextmanager
-def _gradients_of(module: nn.Module, followed: Mapping[str, Tensor]) -> Iterator[None]:
-    """Gradients for the followed parameters alone: a backward pass then stops at the first layer that has one."""
-    wanted = {id(p) for p in followed.values()}
-    before = [(p, p.requires_grad) for p in module.parameters()]
-    for p, _ in before:
-        p.requires_grad_(id(p) in wanted)
+def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """requires_grad=False for these: a backward pass then stops at the first layer that has a followed parameter."""
+    for p in parameters:
+        p.requires_grad_(False)
     try:
         yield
     finally:
-        for p, flag in before:
-            p.requires_grad_(flag)
+        for p in parameters:
+            p.requires_grad_(True)

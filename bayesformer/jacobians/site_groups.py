@@ -29,7 +29,7 @@ class SiteGroup(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers of the stretch."""
+        """How many numbers of the parameter the stretch has."""
         return self.stretch.stop - self.stretch.start
 
     @property
@@ -38,7 +38,7 @@ class SiteGroup(NamedTuple):
         return self.name, self.stretch.start, self.stretch.stop
 
     def pick(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients of these sites."""
+        """The gradients of this group's sites, from those of all sites of a pass."""
         return [gradients[i] for i in self.numbers]
 
     def linear(self) -> list[int]:

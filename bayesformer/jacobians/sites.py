@@ -8,7 +8,6 @@ differentiated), B examples, R positions at which the parameter is used (tokens,
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +34,7 @@ class Part:
         return math.prod(self.shape)
 
     def places(self, like: Tensor) -> Tensor:
-        """The index, written out."""
+        """The index in the shape of the part; all places in order where it is the whole parameter."""
         if self.index is not None:
             return self.index
         return torch.arange(self.size, device=like.device).view(self.shape)
@@ -73,7 +72,7 @@ class Axis(NamedTuple):
 
 
 class Site(Protocol):
-    """One use of one parameter."""
+    """One use of one parameter in a forward pass."""
 
     kind: ClassVar[str]
 
@@ -84,7 +83,7 @@ class Site(Protocol):
 
     @property
     def name(self) -> str:
-        """The parameter."""
+        """The name of the parameter that is used."""
         ...
 
     @property
@@ -115,7 +114,7 @@ class Output(NamedTuple):
     device: torch.device
 
     def front(self, gradient: Tensor) -> Tensor:
-        """(S, *shape) -> (S, B, rest)."""
+        """Gradients (S, *shape) with the batch axis second, (S, B, rest)."""
         return self.axis.front(gradient, before=1)
 
     def nothing(self, columns: int) -> Tensor:
@@ -164,14 +163,14 @@ class LinearSite(_Placed):
     channels_second: bool = False
 
     def arrange(self, gradient: Tensor) -> Tensor:
-        """(S, B, R, out)."""
+        """Gradients (S, *shape of the output) as (S, B, R, out)."""
         gradient = self.output.front(gradient)
         if self.channels_second:
             gradient = gradient.movedim(2, -1)
         return gradient if gradient.dim() == 4 else gradient.reshape(*gradient.shape[:2], -1, gradient.shape[-1])
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
-        """Σ_r g_r a_rᵀ."""
+        """(S, B, out · in): Σ_r g_r a_rᵀ of every example, flat in the parameter's own order."""
         g, a = gradient[:, examples], self.inputs[examples]
         return (a.mT @ g if self.turned else g.mT @ a).flatten(2)
 
@@ -192,7 +191,7 @@ class EmbeddingSite(_Placed):
         return gradient
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
-        """g added up by token."""
+        """(S, B, V · D): g summed over the positions of each token."""
         g, tokens = gradient[:, examples], self.tokens[examples]
         table = g.new_zeros(*g.shape[:2], *self.part.shape)
         return table.scatter_add_(2, tokens.unsqueeze(-1).expand_as(g), g).flatten(2)
@@ -211,7 +210,7 @@ class ElementSite(_Placed):
     sign: int = 1
 
     def arrange(self, gradient: Tensor) -> Tensor:
-        """(S, B, ...)."""
+        """Gradients (S, *shape of the output) as (S, B, ...), the batch axis second."""
         return self.output.front(gradient)
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
@@ -241,16 +240,16 @@ class GeneralSite:
 
     @property
     def name(self) -> str:
-        """The parameter."""
+        """The name of the parameter that is used."""
         return self.part.name
 
     @property
     def edge(self) -> None:
-        """None."""
+        """None: the gradient is taken in the parameter itself."""
         return
 
     def arrange(self, gradient: Tensor) -> Tensor:
-        """They come example by example."""
+        """Gradients (S, B, *shape) as they are, one example after another."""
         return gradient
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
@@ -304,11 +303,8 @@ def _together(sites: list[Site], outputs: Tensor, columns: Tensor) -> list[Tenso
         used[:] = [answer is not None for answer in answers]
         return [answer for answer in answers if answer is not None]  # vmap returns tensors only
 
-    # Not `is_grads_batched`, which knows fewer operations. What this does not know either, as the fused attention of a
-    # CPU, it makes one by one, which is no slower than all of it in turn; and says so each time.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        answers = iter(torch.vmap(back)(columns))
+    # Not `is_grads_batched`, which knows fewer operations; `batched_backward` has rules for what vmap does not know.
+    answers = iter(torch.vmap(back)(columns))
     gradients = {key: next(answers) for key, seen in zip(edges, used, strict=True) if seen}
     return [_arranged(site, gradients.get(id(site.edge)), len(columns)) for site in sites]
 

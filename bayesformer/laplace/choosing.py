@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,12 +48,12 @@ class Choices(Protocol):
 
     @property
     def grid(self) -> int:
-        """Precisions to try."""
+        """How many precisions validation tries."""
         ...
 
 
 class Tuned(NamedTuple):
-    """What was chosen."""
+    """The prior's precisions and the noise that were chosen, and how well they did."""
 
     precisions: Tensor  # (G,), float64
     sigma: float | None = None
@@ -62,12 +62,12 @@ class Tuned(NamedTuple):
     """mean log-likelihood of the validation data, if they decided"""
 
     def blocks(self, at: Quadratic, like: Tensor) -> list[Block]:
-        """The posterior's covariance."""
+        """The posterior's covariance blocks at these precisions, in the dtype of `like`."""
         return [settled(block) for block in at.blocks(self.precisions.to(like), self.sigma)]
 
     def facts(self, at: Quadratic) -> dict[str, Any]:
         """For the posterior's facts; thousands of precisions are told by their range."""
-        sigma = None if self.sigma is None else torch.tensor(self.sigma, dtype=torch.float64)
+        sigma = None if self.sigma is None else self.precisions.new_tensor(self.sigma)
         evidence = for_evidence(at).log_evidence(self.precisions, sigma)
         values = self.precisions.tolist()
         found = values if len(values) <= 1000 else {"least": min(values), "most": max(values), "count": len(values)}
@@ -99,10 +99,11 @@ def groups_of(found: Curvature, space: Space, per: str) -> Groups:
     if per == "one":
         return Groups(1, tuple(0 for _ in found.places))
     if per == "weight":
-        ends = torch.tensor([0, *(s.size for s in found.structures)]).cumsum(0).tolist()
-        members = tuple(torch.arange(a, b) for a, b in pairwise(ends))
+        ends = list(accumulate((s.size for s in found.structures), initial=0))
+        members = tuple(torch.arange(a, b, device="cpu") for a, b in pairwise(ends))
         return Groups(ends[-1], members)
-    owner = torch.arange(len(space.sizes)).repeat_interleave(torch.tensor(space.sizes))
+    sizes = torch.tensor(space.sizes, device="cpu")
+    owner = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
     owners = [owner[place.cpu() if isinstance(place, Tensor) else place] for place in found.places]
     used = torch.cat(owners).unique()
     ranks = [torch.searchsorted(used, own) for own in owners]
@@ -111,7 +112,7 @@ def groups_of(found: Curvature, space: Space, per: str) -> Groups:
 
 def tune(choices: Choices, at: Quadratic, posterior: Callable[[Tuned], Posterior], validation: Batches | None) -> Tuned:
     """Choose what is to be chosen: by the evidence first, then by validation data around that."""
-    start = torch.full((at.groups.count,), choices.precision, dtype=torch.float64)
+    start = at.deviations[0].new_full((at.groups.count,), choices.precision)
     tuned = _by_evidence(choices, at, start)
     if "validation" not in {choices.prior_precision, choices.noise} or validation is None:
         return tuned
@@ -138,12 +139,14 @@ def _by_validation(
     """The best on a grid, judged by the predictive that will be used."""
     precisions = [tuned.precisions]
     if choices.prior_precision == "validation":
-        exponents = torch.linspace(*EXPONENTS, choices.grid, dtype=torch.float64)
+        exponents = torch.linspace(*EXPONENTS, choices.grid, dtype=torch.float64, device="cpu")
         precisions = [torch.full_like(tuned.precisions, 10 ** float(e)) for e in exponents]
     sigmas: list[float | None] = [tuned.sigma]
     if choices.noise == "validation" and at.noise is not None:
         low, high, count = NOISES
-        sigmas = [at.noise.scale * s for s in torch.logspace(math.log10(low), math.log10(high), count).tolist()]
+        sigmas = [
+            at.noise.scale * s for s in torch.logspace(math.log10(low), math.log10(high), count, device="cpu").tolist()
+        ]
 
     def score(candidate: Tuned) -> float:
         return mean_log_likelihood(posterior(candidate), validation)

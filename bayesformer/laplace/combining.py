@@ -1,14 +1,19 @@
 """An earlier Gaussian over θ and the curvature of new data, block by block, where their blocks need not be the same.
 
-A diagonal block of the earlier law is cut as the new curvature needs it. Any other block is met by one piece of
-curvature over the same weights, by diagonal pieces inside it, or, if one of the two is dense, by whatever has few
-enough weights to be written out. Weights about which the new data say nothing keep their block; weights without spread
-keep none.
+Diagonal blocks of the earlier law, and diagonal pieces of curvature, are cut as the others need it. Of the rest,
+
+    one piece over the weights of one block                     added by `absorb`
+    pieces inside a block                                       added if all are diagonal, or the block is dense
+    a dense piece over whole blocks of up to 4096 weights       written out as one dense block
+
+and anything else is refused. Weights about which the new data say nothing keep their block; weights without spread get
+none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +25,13 @@ from bayesformer.laws import Block, Dense, Diagonal, GaussianLaw
 
 WRITTEN_OUT = 4096  # weights up to which blocks of different forms are added as dense matrices
 
-Placed = tuple[Tensor, Block]
-"""A block and where its weights lie in θ, (p,) int64."""
+NOBODY, DIAGONAL = -2, -1  # owners of weights without spread, and of those in diagonal blocks, which may be cut
+
+PlacedWeights = tuple[Tensor, Block]
+"""Where the weights of a block lie in θ, (p,) int64, and the block."""
+
+Piece = tuple[Tensor, CurvatureBlock]
+"""Where the weights of a piece of curvature lie in θ, (p,) int64, and the curvature."""
 
 
 def combine(old: GaussianLaw, found: Curvature, scale: float, num_old: int) -> GaussianLaw:
@@ -30,121 +40,110 @@ def combine(old: GaussianLaw, found: Curvature, scale: float, num_old: int) -> G
 
 
 class _Combination:
-    """One call of `combine`: what meets what, and the blocks that come of it."""
+    """One call of `combine`: the old blocks, the pieces of curvature at weights with spread, and which of them meet."""
 
     def __init__(self, old: GaussianLaw, found: Curvature, scale: float, num_old: int) -> None:
         self.old, self.scale = old, scale
         self.counts = {"num_old": num_old, "num_new": found.num_data}
+        self.variance = old.variance()
         everywhere = torch.arange(old.size, device=old.mean.device)
         self.blocks = [(everywhere[place], block) for place, block in zip(old.places, old.blocks, strict=True)]
-        self.owner = torch.full((old.size,), -1, device=old.mean.device)
-        for number, (where, _) in enumerate(self.blocks):
-            self.owner[where] = number
+        self.owner = torch.full_like(everywhere, NOBODY)  # the number of each weight's block
+        for number, (where, block) in enumerate(self.blocks):
+            self.owner[where] = DIAGONAL if isinstance(block, Diagonal) else number
         self.pieces = [
             piece
             for place, structure in zip(found.places, found.structures, strict=True)
-            if (piece := self._with_spread(everywhere[_on(place, everywhere)], structure)) is not None
+            for piece in self._cut(everywhere[_on(place, everywhere)], structure)
         ]
 
     def law(self) -> GaussianLaw:
         """The combined law, its blocks in the order of θ."""
-        placed = [*self._over_diagonals(), *self._over_others()]
-        placed.sort(key=lambda item: int(item[0][0]))
-        places = tuple(compact(where) for where, _ in placed)
-        return GaussianLaw(self.old.mean, places, tuple(block for _, block in placed), self.old.buffers)
-
-    def _with_spread(self, where: Tensor, structure: CurvatureBlock) -> tuple[Tensor, CurvatureBlock] | None:
-        """A piece of curvature at the weights that have spread; None if it has none of them."""
-        kept = self.owner[where] >= 0
-        if bool(kept.all()):
-            return where, structure
-        if not bool(kept.any()):
-            return None
-        if isinstance(structure, DiagonalCurvature):
-            return where[kept], DiagonalCurvature(structure.values[kept])
-        if isinstance(structure, DenseCurvature):
-            return where[kept], DenseCurvature(structure.matrix[kept][:, kept])
-        raise ValueError(
-            f"prior must have spread in all weights of a {_name(structure)} block of the new curvature, or in none; "
-            f"it has in {int(kept.sum())} of {len(where)}. Use structure='diag', or the structure of the prior."
-        )
-
-    def _over_diagonals(self) -> list[Placed]:
-        """Pieces of curvature whose weights have diagonal old blocks, and what of these no piece is about."""
-        diagonal = [number for number, (_, block) in enumerate(self.blocks) if isinstance(block, Diagonal)]
-        is_diagonal = torch.isin(self.owner, torch.tensor(diagonal, device=self.owner.device, dtype=self.owner.dtype))
-        variance, rest = self.old.variance(), is_diagonal.clone()
-        found: list[Placed] = []
+        found: list[PlacedWeights] = []
+        left = self.owner == DIAGONAL  # weights of diagonal blocks that no piece is about
+        inside: dict[int, list[Piece]] = defaultdict(list)
+        spanned: set[int] = set()
         for where, structure in self.pieces:
-            if bool(is_diagonal[where].all()):
-                found.append((where, self._absorbed(Diagonal(variance[where]), structure)))
-                rest[where] = False
-            elif bool(is_diagonal[where].any()) and not isinstance(structure, DiagonalCurvature):
-                found.append(self._written_out(where, structure))
-                rest[where] = False
-        left = rest.nonzero().flatten()
-        return [*found, (left, Diagonal(variance[left]))] if len(left) else found
-
-    def _over_others(self) -> list[Placed]:
-        """Old blocks that are not diagonal, each with the pieces of curvature that meet it."""
-        found: list[Placed] = []
-        done: set[int] = set()
-        for number, (where, block) in enumerate(self.blocks):
-            if isinstance(block, Diagonal):
-                continue
-            met = [piece for piece in self.pieces if bool((self.owner[piece[0]] == number).any())]
-            outer = [piece for piece in met if bool((self.owner[piece[0]] != number).any())]
-            if outer:  # one piece over several old blocks
-                for piece in outer:
-                    mixed = bool(torch.isin(self.owner[piece[0]], self._diagonal_numbers()).any())
-                    if id(piece[0]) not in done and not mixed:
-                        found.append(self._written_out(*piece))
-                        done.add(id(piece[0]))
-            elif not met:
-                found.append((where, block))
+            owners = self.owner[where].unique().tolist()
+            left[where] = False
+            if owners == [DIAGONAL]:
+                found.append((where, self._absorbed(Diagonal(self.variance[where]), structure)))
+            elif len(owners) == 1:
+                inside[owners[0]].append((where, structure))
             else:
-                found.append((where, self._met(where, block, met)))
-        return found
+                found.append((where, self._spanning(where, structure)))
+                spanned |= set(owners)
+        for number, (where, block) in enumerate(self.blocks):
+            if number in spanned and number in inside:
+                raise self._refusal(block, inside[number][0][1])
+            if not isinstance(block, Diagonal) and number not in spanned:
+                found.append((where, self._with_pieces(where, block, inside[number])))
+        rest = left.nonzero().flatten()
+        if len(rest):
+            found.append((rest, Diagonal(self.variance[rest])))
+        found.sort(key=lambda item: int(item[0][0]))
+        places = tuple(compact(where) for where, _ in found)
+        return GaussianLaw(self.old.mean, places, tuple(block for _, block in found), self.old.buffers)
 
-    def _diagonal_numbers(self) -> Tensor:
-        numbers = [number for number, (_, block) in enumerate(self.blocks) if isinstance(block, Diagonal)]
-        return torch.tensor(numbers, device=self.owner.device, dtype=self.owner.dtype)
+    def _cut(self, where: Tensor, structure: CurvatureBlock) -> Iterator[Piece]:
+        """A piece of curvature at the weights that have spread; a diagonal one by the blocks that it meets."""
+        owner = self.owner[where]
+        if isinstance(structure, DiagonalCurvature):
+            for number in owner.unique().tolist():
+                if number != NOBODY:
+                    yield where[owner == number], DiagonalCurvature(structure.values[owner == number])
+            return
+        kept = owner != NOBODY
+        if bool(kept.all()):
+            yield where, structure
+        elif bool(kept.any()) and isinstance(structure, DenseCurvature):
+            yield where[kept], DenseCurvature(structure.matrix[kept][:, kept])
+        elif bool(kept.any()):
+            raise ValueError(
+                f"prior must have spread in all weights of a {_name(structure)} block of the new curvature, or in "
+                f"none; it has in {int(kept.sum())} of {len(where)}. Use structure='diag', or that of the prior."
+            )
 
-    def _met(self, where: Tensor, block: Block, met: Sequence[tuple[Tensor, CurvatureBlock]]) -> Block:
-        """An old block with the pieces of curvature inside it."""
-        if len(met) == 1 and torch.equal(met[0][0], where):
-            return self._absorbed(block, met[0][1])
-        position = torch.full_like(self.owner, -1)
-        position[where] = torch.arange(len(where), device=where.device)
-        if all(isinstance(structure, DiagonalCurvature) for _, structure in met):
-            values = torch.zeros(len(where), dtype=self.old.mean.dtype, device=where.device)
-            for place, structure in met:
+    def _with_pieces(self, where: Tensor, block: Block, pieces: Sequence[Piece]) -> Block:
+        """An old block with the pieces of curvature that lie inside it, which may be none."""
+        if not pieces:
+            return block
+        if len(pieces) == 1 and torch.equal(pieces[0][0], where):
+            return self._absorbed(block, pieces[0][1])
+        position = self._positions(where)
+        if all(isinstance(structure, DiagonalCurvature) for _, structure in pieces):
+            values = self.variance.new_zeros(len(where))
+            for place, structure in pieces:
                 values[position[place]] = structure.diagonal().to(values)
             return self._absorbed(block, DiagonalCurvature(values))
         if isinstance(block, Dense):
-            matrix = torch.zeros(len(where), len(where), dtype=self.old.mean.dtype, device=where.device)
-            for place, structure in met:
-                inside = position[place]
-                matrix[inside.unsqueeze(1), inside] = structure.dense().to(matrix)
+            matrix = self.variance.new_zeros(len(where), len(where))
+            for place, structure in pieces:
+                rows = position[place]
+                matrix[rows.unsqueeze(1), rows] = structure.dense().to(matrix)
             return self._absorbed(block, DenseCurvature(matrix))
-        raise self._refusal(block, met[0][1])
+        raise self._refusal(block, pieces[0][1])
 
-    def _written_out(self, where: Tensor, structure: CurvatureBlock) -> Placed:
-        """A dense piece of curvature over several old blocks, which all lie inside it."""
-        numbers = self.owner[where].unique().tolist()
-        inside = sum(len(self.blocks[number][0]) for number in numbers) == len(where)
-        blocks = [self.blocks[number][1] for number in numbers]
-        if not inside or not isinstance(structure, DenseCurvature) or len(where) > WRITTEN_OUT:
-            other = next((block for block in blocks if not isinstance(block, Diagonal)), blocks[0])
-            raise self._refusal(other, structure)
+    def _spanning(self, where: Tensor, structure: CurvatureBlock) -> Block:
+        """A dense piece of curvature over several old blocks, those that are not diagonal whole: written out."""
+        others = [self.blocks[number] for number in self.owner[where].unique().tolist() if number >= 0]
+        position = self._positions(where)
+        whole = all(bool((position[own] >= 0).all()) for own, _ in others)
+        if not whole or not isinstance(structure, DenseCurvature) or len(where) > WRITTEN_OUT:
+            raise self._refusal(others[0][1], structure)
+        diagonal = torch.where(self.owner[where] == DIAGONAL, self.variance[where].reciprocal(), 0.0)
+        precision = diagonal.diag()
+        for own, block in others:
+            rows = position[own]
+            eye = torch.eye(len(own), dtype=precision.dtype, device=precision.device)
+            precision[rows.unsqueeze(1), rows] = block.precision_times(eye)
+        return dense_of(precision, structure, self.scale)
+
+    def _positions(self, where: Tensor) -> Tensor:
+        """(P,): where each weight stands in `where`, -1 for those that are not in it."""
         position = torch.full_like(self.owner, -1)
         position[where] = torch.arange(len(where), device=where.device)
-        precision = torch.zeros(len(where), len(where), dtype=self.old.mean.dtype, device=where.device)
-        for number in numbers:
-            own, block = self.blocks[number]
-            eye = torch.eye(len(own), dtype=precision.dtype, device=precision.device)
-            precision[position[own].unsqueeze(1), position[own]] = block.precision_times(eye)
-        return where, dense_of(precision, structure, self.scale)
+        return position
 
     def _absorbed(self, block: Block, structure: CurvatureBlock) -> Block:
         try:

@@ -53,7 +53,7 @@ def largest_variance(diagonal: list[CurvaturePiece] | list[tuple[slice | Tensor,
     """
     places, values = [], []
     for *_, place, structure in diagonal:
-        at = torch.arange(place.start, place.stop) if isinstance(place, slice) else place
+        at = torch.arange(place.start, place.stop, device="cpu") if isinstance(place, slice) else place
         places.append(at)
         values.append(structure.diagonal())
     order = torch.cat(values).argsort(stable=True)[:size].cpu()

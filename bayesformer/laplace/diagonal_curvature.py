@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bayesformer.core.slices import cache_sized_slices
 from bayesformer.jacobians.site_groups import SiteGroup, site_groups
 from bayesformer.laplace.passes import BatchPass, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import DiagonalCurvature
 
-WORK = 2**19  # numbers of per-example gradients held at a time: what the nearer caches take
 SHORT = 2**12  # numbers up to which a parameter is squared together with other short ones
 
 Key = tuple[str, int, int]
@@ -20,7 +20,7 @@ Key = tuple[str, int, int]
 
 
 def fit(sweep: Sweep) -> list[CurvaturePiece]:
-    """A block per parameter."""
+    """The diagonal of the curvature from one pass over the data, one piece per parameter."""
     totals = {name: sweep.zeros(sweep.size(name)) for name in sweep.names}
     short: dict[tuple[Key, ...], Tensor] = {}
     used = Used()
@@ -86,10 +86,8 @@ def linear_squares(g: Tensor, a: Tensor) -> Tensor:
     if a.shape[1] == 1:  # the square of an outer product is the outer product of squares
         return g.square().sum(0).squeeze(1).mT @ a.square().squeeze(1)
     total: Tensor | None = None
-    step = max(WORK // (g.shape[-1] * a.shape[-1]), 1)
     for column in g:
-        for start in range(0, a.shape[0], step):
-            some = slice(start, start + step)
+        for some in cache_sized_slices(len(a), g.shape[-1] * a.shape[-1]):
             found = torch.bmm(column[some].mT, a[some]).square_().sum(0)
             total = found if total is None else total.add_(found)
     assert total is not None
@@ -118,18 +116,17 @@ def _tied_squares(group: SiteGroup, gradients: list[Tensor]) -> Tensor:
     looked_up, examples, rows = _by_token(group, gradients)
     total = linear_squares(g, a)
     total.index_add_(0, rows, looked_up.square().sum(0))
-    step = max(WORK // a[0].numel(), 1)
-    for start in range(0, len(rows), step):
-        n, v = examples[start : start + step], rows[start : start + step]
+    for some in cache_sized_slices(len(rows), a[0].numel()):
+        n, v = examples[some], rows[some]
         matrix_rows = (g[:, n, :, v].movedim(1, 0).unsqueeze(2) @ a[n]).squeeze(2)  # (S, U, D): rows v of H
-        total.index_add_(0, v, 2 * (matrix_rows * looked_up[:, start : start + step]).sum(0))
+        total.index_add_(0, v, 2 * (matrix_rows * looked_up[:, some]).sum(0))
     return total
 
 
 def _naive_squares(group: SiteGroup, gradients: list[Tensor]) -> Tensor:
-    total, step = gradients[0].new_zeros(group.size), max(WORK // group.size, 1)
-    for start in range(0, gradients[0].shape[1], step):
-        total += group.per_example(gradients, slice(start, start + step)).square().sum((0, 1))
+    total = gradients[0].new_zeros(group.size)
+    for some in cache_sized_slices(gradients[0].shape[1], len(gradients[0]) * group.size):
+        total += group.per_example(gradients, some).square().sum((0, 1))
     return total
 
 

@@ -20,12 +20,13 @@ from bayesformer.data import Batches, as_batches
 from bayesformer.data.inputs import inputs_to
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
+from bayesformer.jacobians.sites import slope_numbers
 from bayesformer.laplace import dense_curvature as dense
 from bayesformer.laplace import diagonal_curvature as diagonal
 from bayesformer.laplace import kronecker_curvature as kron
 from bayesformer.laplace import last_layer
 from bayesformer.laplace import low_rank_curvature as low_rank
-from bayesformer.laplace.passes import CurvaturePiece, Sweep
+from bayesformer.laplace.passes import COLUMNS, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.model.skeleton import Skeleton
@@ -34,6 +35,7 @@ from bayesformer.model.space import Choice, Space
 Form = Literal["diag", "kron", "full", "block", "low_rank", "subnetwork"]
 Kind = Literal["ggn", "mc", "fisher"]
 OUTPUTS = 2**24  # numbers a minibatch puts out by default, 64 MiB in float32: a few copies are made of them
+SLOPES = 2**27  # numbers of slopes at all layers that its backward passes give by default, 512 MiB in float32
 PROBE = 3  # examples of the first pass
 
 
@@ -97,7 +99,8 @@ def estimate(
             and "mc" for (B, T, K), where the exact one takes T times as many passes.
         subset: which of the inferred weights to follow: patterns ("*attention*") or a predicate, as for `Space.select`,
             or "last_layer", the layer that gives the outputs; by default all.
-        batch_size: examples at a time; by default 64 (256 on a GPU), or fewer if their outputs are a vocabulary each.
+        batch_size: examples at a time; by default 64 (256 on a GPU), or fewer if their outputs are a vocabulary each or
+            what is computed from them would not fit in half a gigabyte.
         samples: draws per example of kind="mc".
         seed: of those draws.
         approximation: how Kronecker factors treat weights shared by positions: "expand" or "reduce"; by default
@@ -116,7 +119,7 @@ def estimate(
     if space is None:
         _check_eval(model)
         space = Space.of(model)
-        model = Skeleton(model, space).shell().module
+        model = Skeleton(model, space).shell(gradients=False).module
     device = model.get_parameter(space.names[0]).device
     few = data.first(PROBE)
     first = inputs_to(few.inputs, device)
@@ -127,10 +130,11 @@ def estimate(
     _check_targets(likelihood, values, data)
     if kind is None:
         kind = "mc" if likelihood.per_token(values) else "ggn"
+    capture.columns = columns.count(kind, likelihood, values, samples)
     if batch_size is None:
         most = 64 if device.type == "cpu" else 256
-        batch_size = max(1, min(most, OUTPUTS // values[0].numel()))
-    capture.columns = columns.count(kind, likelihood, values, samples)
+        slopes = min(COLUMNS, capture.columns) * slope_numbers(sites) // len(values)
+        batch_size = max(1, min(most, OUTPUTS // values[0].numel(), SLOPES // max(1, slopes)))
     sweep = Sweep(capture, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
     if kind == "ggn" and last_layer.applies(sites, outputs, structure):
         pieces = last_layer.fit(sweep, structure)

@@ -16,7 +16,7 @@ class Factor(Protocol):
     """A running sum of x xᵀ over rows x."""
 
     def add(self, rows: Tensor) -> None:
-        """(M, n): rows to add."""
+        """Add x xᵀ for every row x of (M, n)."""
         ...
 
     def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -25,13 +25,13 @@ class Factor(Protocol):
 
 
 class DenseFactor:
-    """The sum (n, n)."""
+    """The running sum in full, (n, n)."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         self.total = like.new_zeros(size, size)
 
     def add(self, rows: Tensor) -> None:
-        """One product."""
+        """Add x xᵀ for every row x of (M, n), in one product."""
         self.total.addmm_(rows.mT, rows)
 
     def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -41,17 +41,17 @@ class DenseFactor:
 
 
 class DiagonalFactor:
-    """The diagonal (n,) of the sum."""
+    """The diagonal of the running sum alone, (n,)."""
 
     def __init__(self, size: int, like: Tensor) -> None:
         self.total = like.new_zeros(size)
 
     def add(self, rows: Tensor) -> None:
-        """Squares."""
+        """Add the squares of every row of (M, n)."""
         self.total += rows.square().sum(0)
 
     def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
-        """As they are."""
+        """The scaled diagonal as eigenvalues (n,), with the identity as eigenvectors."""
         return scale * self.total, None
 
 
@@ -66,13 +66,14 @@ class SketchFactor:
 
     def __init__(self, size: int, like: Tensor, rank: int) -> None:
         columns = min(size, rank + OVERSAMPLING)
-        noise = torch.randn(size, columns, generator=generator(0, "sketch", size), dtype=torch.float64)
+        source = generator(0, "sketch", size)
+        noise = torch.randn(size, columns, generator=source, dtype=torch.float64, device=source.device)
         self.rank = rank
         self.test = torch.linalg.qr(noise)[0].to(like)
         self.image = torch.zeros_like(self.test)
 
     def add(self, rows: Tensor) -> None:
-        """Two thin products."""
+        """Add x (xᵀ Ω) for every row x of (M, n), in two thin products."""
         self.image += rows.mT @ (rows @ self.test)
 
     def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:

@@ -111,22 +111,22 @@ class Accumulator:
 
     def places(self) -> Tensor:
         """Its weights in the flat parameter, in order."""
-        return torch.arange(self.stretch.start, self.stretch.stop)
+        return torch.arange(self.stretch.start, self.stretch.stop, device="cpu")
 
     def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
-        """Once per minibatch."""
+        """Add what depends on the inputs of a minibatch; called once for each."""
 
     def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
-        """Once per column."""
+        """Add what depends on the gradients of some columns; called once for each group of columns."""
         raise NotImplementedError
 
     def structure(self) -> CurvatureBlock:
-        """The result."""
+        """The curvature of the weights at `places`, after the last minibatch."""
         raise NotImplementedError
 
 
 class MatrixAccumulator(Accumulator):
-    """B ⊗ A of the outputs `rows`."""
+    """B ⊗ A of those outputs of a matrix that `rows` picks."""
 
     def __init__(self, group: SiteGroup, rows: slice, reduce: bool, like: Tensor, large: Large, rank: int) -> None:
         super().__init__(group.stretch)
@@ -144,7 +144,7 @@ class MatrixAccumulator(Accumulator):
         return whole.view(-1, self.inputs)[self.rows].flatten()
 
     def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
-        """A."""
+        """Add the inputs of a minibatch to A: all positions, or their mean for reduce."""
         a = unit[0].inputs()  # (B, R, in)
         kept = step.valid if step.valid is not None and step.valid.shape == a.shape[:2] else None
         if self.reduce:
@@ -159,7 +159,7 @@ class MatrixAccumulator(Accumulator):
             self.inner.add(rows)
 
     def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
-        """B."""
+        """Add the gradients of some columns to B: all positions, or their sum for reduce."""
         g = unit[0].gradient(unit[0].pick(gradients), "linear")[..., self.rows]
         self.outer.add(g.sum(2).flatten(0, 1) if self.reduce else g.flatten(0, 2))
 
@@ -179,7 +179,7 @@ class TableAccumulator(Accumulator):
         self.frequencies, self.outer = like.new_zeros(vocabulary), DenseFactor(width, like)
 
     def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
-        """Counts of tokens."""
+        """Count how often each token occurs, padding left out."""
         tokens = unit[0].tokens()
         kept = tokens[step.valid] if step.valid is not None and step.valid.shape == tokens.shape else tokens.flatten()
         for site in unit[0].sites:
@@ -188,7 +188,7 @@ class TableAccumulator(Accumulator):
         self.frequencies += kept.bincount(minlength=len(self.frequencies))
 
     def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
-        """B."""
+        """Add the gradients of some columns at all positions to B."""
         self.outer.add(unit[0].gradient(unit[0].pick(gradients), "embedding").flatten(0, 2))
 
     def structure(self) -> KroneckerCurvature:
@@ -205,7 +205,7 @@ class DenseAccumulator(Accumulator):
         self.factor = DenseFactor(size, like)
 
     def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
-        """Each example's gradient."""
+        """Add the outer product of every example's gradient with itself."""
         parts = [(group.stretch, group.per_example(group.pick(gradients)).flatten(0, 1)) for group in unit]
         if parts[0][0] == self.stretch:
             self.factor.add(parts[0][1])
@@ -216,7 +216,7 @@ class DenseAccumulator(Accumulator):
         self.factor.add(rows)
 
     def structure(self) -> DenseCurvature:
-        """The matrix."""
+        """The sum (p, p) of all examples and columns."""
         return DenseCurvature(self.factor.total)
 
 
@@ -228,12 +228,12 @@ class DiagonalAccumulator(Accumulator):
         self.total = like.new_zeros(size)
 
     def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
-        """Squares."""
+        """Add the squares of every example's gradient."""
         for group in unit:
             self.total[group.stretch] += squares(group, group.pick(gradients))
 
     def structure(self) -> DiagonalCurvature:
-        """The vector."""
+        """The sum (p,) of all examples and columns."""
         return DiagonalCurvature(self.total)
 
 
@@ -243,7 +243,7 @@ def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]
     for name in sweep.names:
         own = [accumulator for (other, _), group in accumulators.items() if other == name for accumulator in group]
         found = [(accumulator.places(), accumulator.structure()) for accumulator in own]
-        unused = torch.ones(sweep.size(name), dtype=torch.bool)
+        unused = torch.ones(sweep.size(name), dtype=torch.bool, device="cpu")
         for places, _ in found:
             unused[places] = False
         if unused.any():

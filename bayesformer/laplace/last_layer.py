@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bayesformer.core.slices import cache_sized_slices
 from bayesformer.core.types import Inputs
 from bayesformer.jacobians.capture import Capture
 from bayesformer.jacobians.sites import ElementSite, LinearSite, Site
@@ -18,6 +19,7 @@ from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, Diago
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 
+PRODUCTS = 2**22  # numbers of products of features held at a time, 16 MiB in float32
 WIDE = 2000  # outputs beyond which Λ, K by K, is never formed
 
 
@@ -184,8 +186,10 @@ def _full(sweep: Sweep) -> list[CurvaturePiece]:
         features = _parts(step)[2]
         if bias is not None:
             features = torch.cat([features, features.new_ones(len(features), 1)], 1)
-        products = (features.unsqueeze(2) * features.unsqueeze(1)).flatten(1)
-        total.addmm_(_information(sweep, step).flatten(1).mT, products)
+        information = _information(sweep, step).flatten(1)
+        for some in cache_sized_slices(len(features), count * count, PRODUCTS):
+            products = (features[some].unsqueeze(2) * features[some].unsqueeze(1)).flatten(1)
+            total.addmm_(information[some].mT, products)
 
     sweep.each(add)
     # (K, K, F, F) -> (K F, K F), then the bias column of each output after all of W, as the flat vector has it.
@@ -202,7 +206,7 @@ def _sizes(sweep: Sweep) -> tuple[str, str | None, int, int]:
 
 
 def _order(sweep: Sweep, weight: str, bias: str | None, outputs: int, count: int) -> Tensor:
-    grid = torch.arange(outputs * count).view(outputs, count)
+    grid = torch.arange(outputs * count, device="cpu").view(outputs, count)
     if bias is None:
         return grid.flatten()
     parts = {weight: grid[:, :-1].flatten(), bias: grid[:, -1]}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.seeds import generator
+from bayesformer.data.in_memory import batch_to
 from bayesformer.jacobians import columns
 from bayesformer.laplace.dense_curvature import ExampleRows
 from bayesformer.laplace.passes import BatchPass, CurvaturePiece, Sweep
@@ -43,7 +44,7 @@ def _rows(sweep: Sweep) -> int:
     """How many rows Sᵀ J has over all data; more than `ROWS` where the number of data is not known."""
     if sweep.data.num_data is None:
         return ROWS + 1
-    values = sweep.run(sweep.data.first(1)).values
+    values = sweep.run(batch_to(sweep.data.first(1), sweep.device)).values
     return sweep.data.num_data * columns.count(sweep.kind, sweep.likelihood, values, sweep.samples)
 
 
@@ -75,7 +76,8 @@ def _nothing(sweep: Sweep, names: list[str]) -> tuple[Tensor, Tensor]:
 
 def _by_krylov(sweep: Sweep, names: list[str], size: int, rank: int) -> tuple[Tensor, Tensor]:
     width = min(rank + OVERSAMPLING, size)
-    noise = torch.randn(size, width, generator=generator(sweep.seed, "low rank"), dtype=torch.float64)
+    source = generator(sweep.seed, "low rank")
+    noise = torch.randn(size, width, generator=source, dtype=torch.float64, device=source.device)
     block = torch.linalg.qr(noise.to(sweep.zeros(0)))[0]
     basis, images = block, _times(sweep, names, block)
     values, vectors = _best(basis, images, rank)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
+from bayesformer.core.seeds import generator
 from bayesformer.data import Batches, as_batches
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
@@ -21,11 +22,13 @@ from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
+from bayesformer.predict.streamlined.refusals import refuse_attention
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.members import facts_of
 from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.recipe import find_modes, posterior_of
+from bayesformer.train.rounding import rounding_facts
 
 STRUCTURES = ("kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
 NAMED = ("auto", "marglik", "validation")  # ways to choose the prior's precision
@@ -111,7 +114,12 @@ class Laplace:
     def fit(self, problem: Problem) -> Posterior:
         """Train to the mode, then fit the Gaussian; an earlier posterior takes the place of the prior."""
         self.check(problem.likelihood, problem.validation)
+        if problem.prior is not None and self.noise != "given":
+            raise ValueError(
+                f"laplace.noise must be 'given' where an earlier posterior is the prior; got {self.noise!r}."
+            )
         prototype = Prototype(problem)
+        self.check_model(prototype)
         if problem.prior is not None:
             mode, stage = trained_mode(prototype)
             facts = facts_of("laplace", self, prototype, stage)
@@ -123,7 +131,7 @@ class Laplace:
         return self.around(prototype, modes.start(0), facts)
 
     def resolved(self, validation: Batches | None) -> Laplace:
-        """With "auto" decided."""
+        """The same method with prior_precision="auto" decided: by validation data where there are any."""
         if self.prior_precision != "auto":
             return self
         return replace(self, prior_precision="marglik" if validation is None or self.per != "one" else "validation")
@@ -141,6 +149,16 @@ class Laplace:
         if self.predictive != "sampled":
             links.check_link(self.link, likelihood.links)
 
+    def check_model(self, prototype: Prototype) -> None:
+        """Refuse a model that has no such weights, no such layer, or attention that cannot be predicted with."""
+        if "last_layer" in (self.subset, self.structure):
+            module = prototype.skeleton.shell(gradients=False).module.eval()
+            last_layer.space_of(module, prototype.space, prototype.few.inputs)
+        else:
+            prototype.space.select(self.subset)
+        if self.predictive == "streamlined":
+            refuse_attention(prototype.prepared)
+
     def around(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:
         """The posterior around a mode of the prototype's weights."""
         started, likelihood = time.perf_counter(), prototype.likelihood
@@ -157,36 +175,38 @@ class Laplace:
         tuned = tune(self.resolved(prototype.validation), at, posterior, prototype.validation)
         seconds = float(facts.get("seconds", 0.0)) + time.perf_counter() - started
         made = tuned.facts(at) | {"curvature": found.kind, "log_likelihood": found.log_likelihood, "seconds": seconds}
-        return replace(posterior(tuned), facts={**facts, **made})
+        result = posterior(tuned)
+        assert isinstance(result.law, GaussianLaw)
+        made |= rounding_facts(prototype.skeleton, result.law)
+        return replace(result, facts={**facts, **made})
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""
-        shell = prototype.skeleton.shell()
+        shell = prototype.skeleton.shell(gradients=False)
         shell.load(mode.theta)
         shell.load_buffers(mode.buffers)
         module = shell.module.eval()
-        for parameter in module.parameters():
-            parameter.grad = None
         subset: Choice = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
             chosen = last_layer.space_of(module, prototype.space, prototype.few.inputs)
             subset, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
-        return estimate(
-            module,
-            prototype.likelihood,
-            prototype.data,
-            form,
-            kind=None if self.curvature == "auto" else self.curvature,
-            subset=subset,
-            samples=self.samples,
-            seed=seed,
-            rank=self.rank,
-            size=self.size,
-            index=index,
-            reporter=prototype.problem.reporter,
-            space=prototype.space,
-        )
+        with prototype.at_rest.passing(generator(seed, "curvature", device=shell.theta.device)):
+            return estimate(
+                module,
+                prototype.likelihood,
+                prototype.data,
+                form,
+                kind=None if self.curvature == "auto" else self.curvature,
+                subset=subset,
+                samples=self.samples,
+                seed=seed,
+                rank=self.rank,
+                size=self.size,
+                index=index,
+                reporter=prototype.problem.reporter,
+                space=prototype.space,
+            )
 
 
 def laplace(
@@ -225,6 +245,7 @@ def laplace(
         problem = Problem(model, known, as_batches(data, "data"), held, seed=seed, infer=infer, reporter=reporter)
         method.check(known, held)
         prototype = Prototype(problem)
+        method.check_model(prototype)
         facts = {
             "method": {"name": "laplace", **settings_of(method)},
             "seed": seed,

@@ -15,7 +15,6 @@ from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
-from bayesformer.data.in_memory import batch_to
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture, irregular_values
 from bayesformer.jacobians.sites import Site, backpropagate
@@ -104,11 +103,12 @@ class Sweep:
     def each(self, work: Callable[[BatchPass], None]) -> None:
         """`work` on one minibatch after another. A callback and no iterator: a graph is freed before the next one."""
         self.log_likelihood, self.num_data, self.observed = 0.0, 0, 0
-        for number, batch in enumerate(self.data.in_order(self.batch_size, self.device)):
-            self.log_likelihood += self._one(batch, number, work)
-            self.num_data += len(batch.targets)
-            self.observed += count_observed(self.likelihood, batch)
-            self.reporter.update("curvature", self.num_data, self.data.num_data or self.num_data)
+        with torch.inference_mode(False), torch.no_grad():
+            for number, batch in enumerate(self.data.in_order(self.batch_size, self.device)):
+                self.log_likelihood += self._one(batch, number, work)
+                self.num_data += len(batch.targets)
+                self.observed += count_observed(self.likelihood, batch)
+                self.reporter.update("curvature", self.num_data, self.data.num_data or self.num_data)
 
     def _one(self, batch: Batch, number: int, work: Callable[[BatchPass], None]) -> float:
         step = self.run(batch, number)
@@ -117,7 +117,6 @@ class Sweep:
 
     def run(self, batch: Batch, number: int = 0) -> BatchPass:
         """The forward pass of one minibatch, refused where its outputs are not finite or its targets do not fit."""
-        batch = batch_to(batch, self.device)
         outputs, sites = self.capture(batch.inputs)
         values = outputs.detach().to(self.capture.dtype)
         self._check(values, batch, number)

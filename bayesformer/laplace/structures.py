@@ -21,7 +21,7 @@ class CurvatureBlock(Protocol):
 
     @property
     def size(self) -> int:
-        """p."""
+        """p, the number of weights that the curvature is of."""
         ...
 
     def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Block:
@@ -33,7 +33,7 @@ class CurvatureBlock(Protocol):
         ...
 
     def diagonal(self) -> Tensor:
-        """(p,): the diagonal of H."""
+        """(p,): the diagonal of the curvature H."""
         ...
 
     def dense(self) -> Tensor:
@@ -43,41 +43,41 @@ class CurvatureBlock(Protocol):
 
 @dataclass(frozen=True)
 class DiagonalCurvature:
-    """H = diag(values)."""
+    """The curvature H = diag(values): one number per weight."""
 
     values: Tensor  # (p,)
 
     @property
     def size(self) -> int:
-        """p."""
+        """p, the number of weights that the curvature is of."""
         return len(self.values)
 
     def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> Diagonal:
-        """1 / (h H + d)."""
+        """The diagonal covariance 1 / (h H + d), (p,)."""
         return Diagonal((scale * self.values + prior).reciprocal())
 
     def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-        """Sum of logarithms."""
+        """The sum over weights of log(h H + d), ()."""
         return (scale * self.values + prior).log().sum()
 
     def diagonal(self) -> Tensor:
-        """The values."""
+        """(p,): the values, which are the diagonal."""
         return self.values
 
     def dense(self) -> Tensor:
-        """As a matrix."""
+        """(p, p): the values on the diagonal of a matrix of zeros."""
         return self.values.diag()
 
 
 @dataclass(frozen=True)
 class DenseCurvature:
-    """H in full."""
+    """The curvature H as one matrix over all its weights."""
 
     matrix: Tensor  # (p, p)
 
     @property
     def size(self) -> int:
-        """p."""
+        """p, the number of weights that the curvature is of."""
         return len(self.matrix)
 
     def _factor(self, prior: Tensor, scale: float | Tensor) -> Tensor:
@@ -95,15 +95,15 @@ class DenseCurvature:
         return Dense(torch.linalg.cholesky((covariance + covariance.mT) / 2).to(self.matrix.dtype))
 
     def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-        """By Cholesky."""
+        """log det(h H + diag(d)) by a Cholesky factor in float64, ()."""
         return 2 * self._factor(prior, scale).diagonal().log().sum()
 
     def diagonal(self) -> Tensor:
-        """The diagonal."""
+        """(p,): the diagonal of the matrix, a view of it."""
         return self.matrix.diagonal()
 
     def dense(self) -> Tensor:
-        """The matrix."""
+        """(p, p): the matrix itself, not copied."""
         return self.matrix
 
 
@@ -116,11 +116,11 @@ class LowRankCurvature:
 
     @property
     def size(self) -> int:
-        """p."""
+        """p, the number of weights that the curvature is of."""
         return len(self.vectors)
 
     def posterior(self, prior: Tensor, scale: float | Tensor = 1.0) -> LowRank:
-        """By the columns."""
+        """The covariance (h U diag(values) Uᵀ + diag(d))^-1 as a block of low rank."""
         return LowRank.of(prior.expand(self.size).clone(), self.vectors, scale * self.values)
 
     def log_det(self, prior: Tensor, scale: float | Tensor = 1.0) -> Tensor:
@@ -131,11 +131,11 @@ class LowRankCurvature:
         return d.log().sum() + torch.linalg.slogdet(inner)[1]
 
     def diagonal(self) -> Tensor:
-        """Squared columns."""
+        """(p,): the squared columns weighted by the eigenvalues."""
         return self.vectors.square() @ self.values
 
     def dense(self) -> Tensor:
-        """As a matrix."""
+        """(p, p): the product U diag(values) Uᵀ written out."""
         return (self.vectors * self.values) @ self.vectors.mT
 
 
@@ -171,13 +171,13 @@ class KroneckerCurvature(Factors):
         return (scale * known + prior).log().sum() + rest * prior.reshape(()).log()
 
     def diagonal(self) -> Tensor:
-        """diag(B) outer diag(A)."""
+        """(p,): the outer product of diag(B) and diag(A), flat in row-major order."""
         out = self.out_values if self.out_vectors is None else self.out_vectors.square() @ self.out_values
         into = self.in_values if self.in_vectors is None else self.in_vectors.square() @ self.in_values
         return torch.outer(out, into).flatten()
 
     def dense(self) -> Tensor:
-        """As a matrix."""
+        """(p, p): the Kronecker product B ⊗ A written out."""
         return torch.kron(_matrix(self.out_values, self.out_vectors), _matrix(self.in_values, self.in_vectors))
 
     @staticmethod

@@ -7,6 +7,7 @@ from bayesformer.laws.diagonal import Diagonal
 from bayesformer.laws.gaussian_law import GaussianLaw, from_tensors, gaussian
 from bayesformer.laws.kronecker import Factors, Kronecker
 from bayesformer.laws.law import Law, buffers_of
+from bayesformer.laws.location_scale import LocationScaleLaw
 from bayesformer.laws.low_rank import LowRank
 from bayesformer.laws.samples import Samples
 
@@ -19,6 +20,7 @@ __all__ = [
     "GaussianLaw",
     "Kronecker",
     "Law",
+    "LocationScaleLaw",
     "LowRank",
     "Samples",
     "buffers_of",

@@ -17,6 +17,7 @@ from bayesformer.laws.dense import Dense
 from bayesformer.laws.deviations import Deviations
 from bayesformer.laws.diagonal import Diagonal
 from bayesformer.laws.kronecker import Kronecker
+from bayesformer.laws.location_scale import LocationScaleLaw, location_scale
 from bayesformer.laws.low_rank import LowRank
 from bayesformer.laws.samples import Samples
 
@@ -155,11 +156,14 @@ def to_tensors(block: Block) -> tuple[str, Params]:
     return kind, {name: part for name, part in parts.items() if part is not None}
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw:
+def from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw | LocationScaleLaw:
     """The law that `tensors()` described; also in the form of files from before there were blocks."""
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
     if "theta" in tensors:
         return Samples(tensors["theta"], buffers)
+    family = location_scale(tensors, buffers)
+    if family is not None:
+        return family
     if any(name.startswith("block.") for name in tensors):
         return _of_blocks(tensors, buffers)
     return gaussian(tensors["mean"], tensors.get("sd"), tensors.get("factor"), tensors.get("tril"), buffers)

@@ -5,7 +5,7 @@ loss = -log_likelihood(bayesian(x), y).mean() + kl_divergence(bayesian) / num_da
 plain = revert(bayesian)
 """
 
-from bayesformer.layers.concrete import ConcreteDropout, convert_concrete
+from bayesformer.layers.concrete import ConcreteSite, convert_concrete
 from bayesformer.layers.convert import convert, revert
 from bayesformer.layers.divergence import has_random_parts, kl_divergence
 from bayesformer.layers.families import FAMILIES
@@ -15,7 +15,7 @@ from bayesformer.priors.improved import IMPROVED
 __all__ = [
     "FAMILIES",
     "IMPROVED",
-    "ConcreteDropout",
+    "ConcreteSite",
     "Variational",
     "convert",
     "convert_concrete",

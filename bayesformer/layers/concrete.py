@@ -14,6 +14,7 @@ is the same thing, and is what their code computes: weights push the rate down, 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,14 +24,14 @@ from torch.nn.functional import softplus
 
 from bayesformer.attention.multi_head import Softmax
 from bayesformer.core.errors import unknown_name
+from bayesformer.core.standard_noise import logistic_like
 from bayesformer.layers.local import is_conv1d
-from bayesformer.priors.distributions import Logistic
 
 INPUTS = ("input", "x", "query", "key", "value")
 """Names under which the layers that get a site take what is dropped."""
 
 
-class ConcreteDropout(nn.Module):
+class ConcreteSite(nn.Module):
     """Relaxed dropout with a learned rate, in force in training mode.
 
     The relaxation moves the mean of the mask a little away from 1: by at most 0.2 % for p ≤ ½ at t = 0.1, not at
@@ -61,13 +62,13 @@ class ConcreteDropout(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """A fresh rate from the range given."""
+        """Draw the rate anew, uniformly from the range given."""
         with torch.no_grad():
             self.logit.uniform_(*self.start).logit_()
 
     @property
     def rate(self) -> Tensor:
-        """(1,): p."""
+        """(1,): the probability p with which an entry is dropped."""
         return self.logit.sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,19 +76,20 @@ class ConcreteDropout(nn.Module):
         self.width = x.shape[-1]
         if not self.training:
             return x
-        kept = torch.sigmoid(-(self.logit + Logistic().sample(x)) / self.temperature)  # 1 - z
-        return (x * kept * (1 + self.logit.exp())).to(x.dtype)  # 1 / (1 - p) = 1 + e^logit
+        kept = (logistic_like(x.to(self.logit)) + self.logit).mul_(-1 / self.temperature).sigmoid_()  # 1 - z
+        return x * (kept * (1 + self.logit.exp())).to(x.dtype)  # 1 / (1 - p) = 1 + e^logit
 
-    def regulariser(self, weight: Tensor | None = None, width: int | None = None) -> Tensor:
-        """(): l² ‖W‖² / (2 (1 - p)) - K H(p). Without a weight only the entropy, K being the last width seen."""
+    def regulariser(self, weights: Sequence[Tensor] = (), width: int | None = None) -> Tensor:
+        """(): l² ‖W‖² / (2 (1 - p)) - K H(p). Without weights only the entropy, K being the last width seen."""
         entropy = softplus(self.logit) - self.rate * self.logit
         value = -(self.width if width is None else width) * entropy
-        if weight is not None:
-            value = value + 0.5 * self.lengthscale**2 * (1 + self.logit.exp()) * weight.square().sum()
+        for weight in weights:
+            squares = weight.to(self.logit.dtype).square().sum()
+            value = value + 0.5 * self.lengthscale**2 * (1 + self.logit.exp()) * squares
         return value.sum()
 
     def extra_repr(self) -> str:
-        """Rate and temperature."""
+        """Rate and temperature, for the printed module."""
         return f"rate={self.rate.item():.3g}, temperature={self.temperature:g}"
 
 
@@ -99,63 +101,80 @@ def convert_concrete(
     names: str = "*",
     attention: bool = True,
 ) -> nn.Module:
-    """A copy of a model with a site before every linear layer; see `add_concrete_sites`."""
+    """A copy of a model with a site before every linear layer that is learned; see `add_concrete_sites`."""
     return add_concrete_sites(copy.deepcopy(model), rate, temperature, lengthscale, names, attention)
 
 
 def add_concrete_sites(
     model: nn.Module,
-    rate: float | tuple[float, float] | list[float] = (0.1, 0.5),
+    rate: float | Sequence[float] = (0.1, 0.5),
     temperature: float = 0.1,
     lengthscale: float = 1.0,
     names: str = "*",
     attention: bool = True,
 ) -> nn.Module:
-    """Put a site before every linear layer of a model, and on the attention weights of our Softmax, in place.
+    """Put a site before every linear layer whose weight is learned, and on the attention weights of our Softmax.
 
-    Linear layers are nn.Linear, Hugging Face Conv1D and the packed input projections of nn.MultiheadAttention
-    (queries, keys and values masked apart, at one rate). The output projection of nn.MultiheadAttention, whose
-    forward is never called, has none. Attention weights multiply values, not a weight with a prior, so their
-    sites pay only the entropy, K being the number of keys. `names` is a pattern of module names. Dropout that
-    the model has elsewhere stays as it is.
+    This changes the model itself. A layer is learned if its weight requires a gradient: a frozen weight has no
+    posterior that dropout could stand for. Linear layers are nn.Linear, Hugging Face Conv1D and the packed input
+    projections of nn.MultiheadAttention (queries, keys and values masked apart, at one rate). The output projection of
+    nn.MultiheadAttention, whose forward is never called, has none. Attention weights multiply values, not a weight with
+    a prior, so their sites pay only the entropy, K being the number of keys. `names` is a pattern of module names.
+    Dropout that the model has elsewhere stays as it is.
     """
-    rate = tuple(rate) if isinstance(rate, list) else rate  # type: ignore[assignment]
-    hidden = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    sites = 0
-    for name, module in list(model.named_modules()):
-        if not fnmatchcase(name, names) or id(module) in hidden:
-            continue
-        on_weights = attention and isinstance(module, Softmax)
-        if not on_weights and not isinstance(module, nn.Linear | nn.MultiheadAttention) and not is_conv1d(module):
-            continue
+    between = rate if isinstance(rate, int | float) else (rate[0], rate[1])
+    sites = _sites(model, attention)
+    chosen = {name: module for name, module in sites.items() if fnmatchcase(name, names)}
+    if not sites:
+        raise ValueError(
+            "model must have a linear layer whose weight is learned, or stochastic attention weights to drop; "
+            f"{type(model).__name__} has none. Learn such a weight (infer=), or use mc_dropout."
+        )
+    if not chosen:
+        raise unknown_name("linear or attention module in names:", names, sites)
+    for module in chosen.values():
         like = next(iter([*module.parameters(), *model.parameters()]))
-        wide = torch.promote_types(like.dtype, torch.float32)  # half precision would round steps of a rate away
         with like.device:
-            site = ConcreteDropout(rate, temperature, lengthscale).to(wide).train(module.training)
-        if on_weights:
-            module.dropout = site
+            site = ConcreteSite(between, temperature, lengthscale).train(module.training)
+        if like.dtype == torch.float64:
+            site.double()
+        if isinstance(module, Softmax):
+            module.dropout = site  # type: ignore[assignment]
         else:
             module.concrete = site
             module.register_forward_pre_hook(_drop_inputs, with_kwargs=True)
-        sites += 1
-    if not sites:
-        candidates = _candidates(model, hidden)
-        if candidates:
-            raise unknown_name("linear or attention module in names:", names, candidates)
-        raise ValueError(
-            "concrete_dropout needs a model with linear layers (nn.Linear, nn.MultiheadAttention or Conv1D of "
-            f"transformers), before which it drops; {type(model).__name__} has none. Use mc_dropout or mean_field."
-        )
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # a mask cannot be drawn in the shape of a nested tensor
     return model
+
+
+def _sites(model: nn.Module, attention: bool) -> dict[str, Any]:
+    """The modules that can have a site, by name."""
+    hidden = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Softmax):
+            if attention:
+                found[name] = module
+        elif id(module) not in hidden and _is_learned(module):
+            found[name] = module
+    return found
+
+
+def _is_learned(module: nn.Module) -> bool:
+    """Whether this is a linear layer whose weight requires a gradient."""
+    with torch.enable_grad():  # a parametrised weight is computed here
+        return any(weight.requires_grad for weight in _weights(module))
 
 
 def regularisers(model: nn.Module) -> list[Tensor]:
     """The regulariser of every site in a model."""
     return [
-        child.regulariser(*_layer(module))
+        child.regulariser(_weights(module), _width(module))
         for module in model.modules()
         for child in module.children()
-        if isinstance(child, ConcreteDropout)
+        if isinstance(child, ConcreteSite)
     ]
 
 
@@ -165,19 +184,18 @@ def _drop_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dropped, {key: module.concrete(value) if key in INPUTS else value for key, value in kwargs.items()}
 
 
-def _layer(module: Any) -> tuple[Tensor | None, int | None]:
-    """The weight a site stands before and its input width; neither for attention weights."""
+def _weights(module: Any) -> list[Tensor]:
+    """The matrices that multiply what a site before the module drops; none for other modules."""
     if isinstance(module, nn.MultiheadAttention):
         packed: Tensor | None = module.in_proj_weight
-        if packed is not None:
-            return packed, 3 * module.embed_dim
-        parts = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
-        return torch.cat([part.flatten() for part in parts]), sum(part.shape[1] for part in parts)
+        return [packed] if packed is not None else [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+    return [module.weight] if isinstance(module, nn.Linear) or is_conv1d(module) else []
+
+
+def _width(module: Any) -> int | None:
+    """K, how many numbers a site before the module drops per position; None for attention weights."""
+    if isinstance(module, nn.MultiheadAttention):
+        return int(module.embed_dim + (module.kdim or module.embed_dim) + (module.vdim or module.embed_dim))
     if isinstance(module, nn.Linear):
-        return module.weight, module.in_features
-    return (module.weight, len(module.weight)) if is_conv1d(module) else (None, None)
-
-
-def _candidates(model: nn.Module, hidden: set[int]) -> list[str]:
-    kinds = (nn.Linear, nn.MultiheadAttention, Softmax)
-    return [n for n, m in model.named_modules() if (isinstance(m, kinds) or is_conv1d(m)) and id(m) not in hidden]
+        return module.in_features
+    return len(module.weight) if is_conv1d(module) else None

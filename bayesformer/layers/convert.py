@@ -14,7 +14,7 @@ def convert(
     model: nn.Module,
     family: str = "gaussian",
     prior: PriorLike = "normal(0, 1)",
-    names: str | Iterable[str] = "*",
+    subset: str | Iterable[str] = "*",
     *,
     local: bool = True,
     flipout: bool = False,
@@ -22,7 +22,7 @@ def convert(
     df: float = 5.0,
 ) -> Variational:
     """A mean-field posterior whose locations are the model's weights; see `Variational` for the arguments."""
-    return Variational(model, family, prior, names, local=local, flipout=flipout, rho=rho, df=df)
+    return Variational(model, family, prior, subset, local=local, flipout=flipout, rho=rho, df=df)
 
 
 def revert(variational: Variational) -> nn.Module:

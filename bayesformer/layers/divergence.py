@@ -1,4 +1,4 @@
-"""What a model owes for what is random in it: its weights, its attention."""
+"""The KL divergence of what is random in a model, its weights and its attention, from their priors."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch.func import functional_call
 
 from bayesformer.attention import attention_kl, families
 from bayesformer.core.types import Params
-from bayesformer.layers.concrete import ConcreteDropout, regularisers
+from bayesformer.layers.concrete import ConcreteSite, regularisers
 from bayesformer.layers.variational import Variational
 
 
 def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int | None = None) -> Tensor:
-    """What the randomness of a model costs in the evidence lower bound, in nats; differentiable.
+    """The KL divergence of a model's random weights and attention from their priors, in nats; differentiable.
 
     Random weights are one draw for all data, attention weights are latent variables of each example:
 
         ELBO / N = mean_n [log p(y_n | x_n) - KL_n(attention)] - KL(weights) / N
 
     With `num_data`, N, the answer is what to subtract from the log-likelihood of an example, whatever is random:
-    KL_n(attention) + KL(weights) / N, (B,), or () if no attention is. Adding `kl_divergence(model, num_data=N).mean()`
-    to a mean loss is right for every model. Without N, it is KL_n(attention), (B,), or all of KL(weights), ().
+    KL_n(attention) + KL(weights) / N, (B,), or () if no attention is. `bayesformer.loss` adds it to a loss, also to one
+    per token. Without N, it is KL_n(attention), (B,), or all of KL(weights), ().
 
     The KL of weights counts variational weights and the regularisers of concrete dropout; where it has no closed form
     it is estimated from the draw of the latest forward pass. That of attention is of the latest forward pass, in
@@ -34,7 +34,7 @@ def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int 
     """
     if params is not None:
         own = {f"model.{name}": value for name, value in params.items()}
-        return functional_call(_Owing(model, num_data), own, ())
+        return functional_call(_KlOf(model, num_data), own, ())
     if num_data is not None and num_data < 1:
         raise ValueError(f"num_data must be the number of training examples, at least 1; got {num_data}.")
     terms = [module.kl() for module in model.modules() if isinstance(module, Variational)]
@@ -60,11 +60,11 @@ def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int 
 
 def has_random_parts(model: nn.Module) -> bool:
     """Whether `kl_divergence` has something to say of a model."""
-    return bool(families(model)) or any(isinstance(m, Variational | ConcreteDropout) for m in model.modules())
+    return bool(families(model)) or any(isinstance(m, Variational | ConcreteSite) for m in model.modules())
 
 
-class _Owing(nn.Module):
-    """A module whose forward is the KL, so that functional_call can give it other parameters."""
+class _KlOf(nn.Module):
+    """A module whose forward is the KL of another, so that functional_call can give that other parameters."""
 
     def __init__(self, model: nn.Module, num_data: int | None) -> None:
         super().__init__()

@@ -6,9 +6,10 @@ Local reparameterisation draws B = A W itself, which is possible where sums stay
     Gaussian    B_ij ~ N(Σ_k a_ik m_kj, Σ_k a_ik² s_kj²)
     Cauchy      B_ij ~ Cauchy(Σ_k a_ik m_kj, Σ_k |a_ik| s_kj)
 
-Every example and every position gets noise of its own. That is the law of one output exactly; positions that
-share a weight (tokens of a sentence, pixels of an image) are drawn as if they did not. An embedding is a linear
-layer of one-hot inputs: every place of a text draws its row anew, and rows that do not occur are not drawn.
+Every example and every position gets noise of its own. That is the law of one output exactly, and what the gradient
+of a sum over examples needs. It is not the law of outputs that share a weight (tokens of a sentence, pixels of an
+image): they are drawn as if they did not, so it is for training and not for prediction. An embedding is a linear
+layer of one-hot inputs: every place of a text draws its row anew.
 
 Flipout, Wen et al. (2018), eq. 4, works for every family symmetric about its location, all of ours:
 
@@ -21,19 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bayesformer.core import draws
-from bayesformer.core.vectors import normal_like, transformed
-from bayesformer.layers import fused_linear as fused
-from bayesformer.layers.families import Cauchy, Family, Gaussian
-from bayesformer.priors import distributions as laws
+from bayesformer.core.compat import convolution
+from bayesformer.core.standard_noise import cauchy_like
+from bayesformer.layers.families import CauchyWeights, GaussianWeights, WeightFamily
 
 Affine: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x, weight, bias) -> outputs of a layer that is linear in weight and bias."""
 
 
 class Noise(NamedTuple):
@@ -49,6 +50,16 @@ class Noise(NamedTuple):
 
 
 Forward: TypeAlias = Callable[[Affine, Noise, Tensor], Tensor]
+"""(layer, its noise, x) -> outputs under random weights."""
+
+DrawingForward: TypeAlias = Callable[[Tensor], Tensor]
+"""A module's forward of one input, with everything else about it filled in."""
+
+
+def rows(module: nn.Embedding, law: WeightFamily, ids: Tensor) -> Tensor:
+    """Rows of an embedding (..., dim), drawn anew at every place where they occur."""
+    loc, scale = (F.embedding(ids, table, module.padding_idx) for table in (law.loc, law.scale))
+    return type(law)(loc, scale).rsample().to(module.weight.dtype)
 
 
 def affine(module: nn.Module) -> Affine | None:
@@ -62,7 +73,7 @@ def affine(module: nn.Module) -> Affine | None:
     if forward is nn.Linear.forward:
         return F.linear
     if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
-        return module._conv_forward  # type: ignore[return-value]
+        return convolution(module)
     return transposed if is_conv1d(module) else None
 
 
@@ -80,7 +91,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W + b for a weight (in, out)."""
+    """Outputs x W + b (..., out) for a weight (in, out)."""
     return F.linear(x, weight.mT, bias)
 
 
@@ -91,23 +102,20 @@ def gaussian(apply: Affine, given: Noise, x: Tensor) -> Tensor:
     place of 0 keeps every gradient finite and costs nothing as part of the bias.
     """
     tiny = torch.finfo(x.dtype).tiny
-    outputs = len(given.weight) if given.bias is None else len(given.bias)
+    mean = apply(x, given.weight, given.bias)
+    outputs = len(given.weight) if apply is not transposed else given.weight.shape[1]
     floor = x.new_full((outputs,), tiny) if given.bias_noise is None else given.bias_noise.square() + tiny
-    single = transformed() or torch.is_autocast_enabled(x.device.type)
-    if apply in (F.linear, transposed) and not single:
-        weight, scale = (t if apply is F.linear else t.mT for t in (given.weight, given.weight_noise))
-        return fused.gaussian_linear(x, weight, given.bias, scale, floor)
     variance = apply(x * x, given.weight_noise.square(), floor)
     if given.weight.dim() > 2:  # some convolution algorithms round below 0
         variance = variance.clamp_min(tiny)
     sd = variance.sqrt()
-    return torch.addcmul(apply(x, given.weight, given.bias), sd, normal_like(sd))
+    return torch.addcmul(mean, sd, draws.normal_like(sd))
 
 
 def cauchy(apply: Affine, given: Noise, x: Tensor) -> Tensor:
     """Outputs under Cauchy weights; the noise is given as scales."""
     scale = apply(x.abs(), given.weight_noise, given.bias_noise)
-    return torch.addcmul(apply(x, given.weight, given.bias), scale, laws.Cauchy().sample(scale))
+    return torch.addcmul(apply(x, given.weight, given.bias), scale, cauchy_like(scale))
 
 
 def flipout(apply: Affine, given: Noise, x: Tensor) -> Tensor:
@@ -124,11 +132,11 @@ def signs(x: Tensor, positions: int) -> Tensor:
     return draws.signs(shape, x)
 
 
-LOCAL: dict[type[Family], Forward] = {Gaussian: gaussian, Cauchy: cauchy}
+LOCAL: dict[type[WeightFamily], Forward] = {GaussianWeights: gaussian, CauchyWeights: cauchy}
 
 
 @contextmanager
-def replaced(forwards: Sequence[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+def replaced(forwards: Sequence[tuple[nn.Module, DrawingForward]]) -> Iterator[None]:
     """Let some modules run another forward for a while; their hooks and parameters stay."""
     try:
         for module, forward in forwards:
@@ -137,16 +145,3 @@ def replaced(forwards: Sequence[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -
     finally:
         for module, _ in forwards:
             vars(module).pop("forward", None)
-
-
-@contextmanager
-def substituted(slots: Sequence[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
-    """Put tensors in the place of parameters for a while, as torch.func.functional_call does."""
-    before = [table[name] for table, name, _ in slots]
-    try:
-        for table, name, value in slots:
-            table[name] = value
-        yield
-    finally:
-        for (table, name, _), value in zip(slots, before, strict=True):
-            table[name] = value

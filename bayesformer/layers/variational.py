@@ -11,48 +11,46 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
-from fnmatch import fnmatchcase
-from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from bayesformer.core.compat import parameter_slots
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.types import Params
 from bayesformer.layers import local as layerwise
-from bayesformer.layers import long
-from bayesformer.layers.drawing import Drawing
-from bayesformer.layers.families import FAMILIES, INFINITE, Family, is_closed, kl_terms
+from bayesformer.layers.families import FAMILIES, INFINITE, WeightFamily, total_kl
+from bayesformer.layers.substitution import Slots, slots_of, substituted, weight_at
 from bayesformer.model.space import Space
 from bayesformer.priors.distributions import Distribution
-from bayesformer.priors.prior import Prior, PriorLike, as_prior
-
-Forwards: TypeAlias = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
+from bayesformer.priors.prior import PriorLike, as_prior
 
 
-class Run(NamedTuple):
-    """A stretch of the flat vector under one prior."""
+class RawParameters(nn.ParameterList):
+    """An unconstrained parameter of every random weight, in the shapes of the weights, drawn from N(start, 0.01²)."""
 
-    start: int
-    stop: int
-    prior: Distribution
+    def __init__(self, like: Iterable[Tensor], dtype: torch.dtype, start: float) -> None:
+        super().__init__(nn.Parameter(torch.empty_like(weight, dtype=dtype)) for weight in like)
+        self.start = start
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all of them anew around where they start."""
+        with torch.no_grad():
+            for raw in self:
+                raw.normal_(0.0, 0.01).add_(self.start)
 
 
-class Kept(NamedTuple):
-    """What the last forward pass leaves for the KL: the noise of its draw, and views that gather gradients."""
+class OutputLayer(NamedTuple):
+    """A linear, convolution or embedding layer that can draw its outputs in the place of its weights."""
 
-    rho: Tensor  # the parameter it was drawn with: another one, inside torch.func, is another posterior
-    noise: Tensor | None  # (P,), where the KL is estimated from it
-    views: Params  # by the names of the parameters they are of; see `long.views`
-    differentiable: bool
-
-    def serves(self, rho: Tensor) -> bool:
-        """Whether the KL can use it."""
-        return self.rho is rho and (self.differentiable or not torch.is_grad_enabled())
+    module: nn.Module
+    weight: str  # name of its random weight
+    bias: str | None  # name of its bias if that is random
 
 
 class Variational(nn.Module):
@@ -60,21 +58,20 @@ class Variational(nn.Module):
 
         q(w) = Π_i q_i(w_i),    w = loc + scale z,    scale = softplus(rho)
 
-    A forward pass draws the weights once, for all examples; with `local`, linear, convolution and embedding layers
-    of a Gaussian or Cauchy posterior draw their outputs instead (see `layers.local`), per example and position; with
-    `flipout`, linear and convolution layers of the other families flip signs per example. Weights that several
-    modules share, and those used past their module's forward (as nn.MultiheadAttention does), are always drawn as
-    weights. All three switches, `local`, `flipout` and `mean_mode`, may be set at any time.
-
-    Second derivatives of a model of many weights (see `layers.long`) need torch.func; torch.autograd raises.
+    In evaluation mode a forward pass draws the weights once, for all examples and positions: outputs have their law
+    under the posterior. In training mode the noise has less variance per gradient: with `local`, linear, convolution
+    and embedding layers of a Gaussian or Cauchy posterior draw their outputs instead (see `layers.local`), per example
+    and position; with `flipout`, linear and convolution layers of the other families flip signs per example. Weights
+    that several modules share, and those used past their module's forward (as nn.MultiheadAttention does), are always
+    drawn as weights. The switches `local`, `flipout` and `mean_mode` may be set at any time.
 
     Args:
-        model: its weights become the locations.
+        model: its weights become the locations; those that require no gradient stay as they are.
         family: "gaussian", "cauchy", "laplace", "logistic" or "student_t".
         prior: a law, its text, a dict of laws by name pattern, or a `Prior`; names as in `model`.
-        names: a pattern or several; a trainable parameter that matches one becomes random, the others stay points.
-        local: whether to use local reparameterisation where the family is closed under sums.
-        flipout: whether to use Flipout where local reparameterisation is not used.
+        subset: a pattern or several; a weight that matches one becomes random, the others stay points.
+        local: whether to use local reparameterisation in training mode, where the family is closed under sums.
+        flipout: whether to use Flipout in training mode, where local reparameterisation is not used.
         rho: where the scales start: rho ~ N(rho, 0.01²).
         df: where a Student-t's degrees of freedom start; above 2.
         copy_model: whether the model is copied, or becomes part of this one.
@@ -82,15 +79,15 @@ class Variational(nn.Module):
 
     mean_mode: bool
     """True: use the locations, draw nothing"""
-    rho: Tensor
-    """(P,) scales before softplus, in the order of `layout`; a Student-t has `raw_df` beside it"""
+    rho: RawParameters
+    """scales before softplus, in the shapes and the order of `space`; a Student-t also has `raw_df`"""
 
     def __init__(
         self,
         model: nn.Module,
         family: str = "gaussian",
         prior: PriorLike = "normal(0, 1)",
-        names: str | Iterable[str] = "*",
+        subset: str | Iterable[str] = "*",
         *,
         local: bool = True,
         flipout: bool = False,
@@ -108,230 +105,117 @@ class Variational(nn.Module):
         if not df > 2:
             raise ValueError(f"df must be greater than 2, so that the variance is finite; got {df}.")
         self.family, self.local, self.flipout, self.mean_mode = FAMILIES[family], local, flipout, False
-        self.initial = {"rho": rho, "raw_df": df - 2 + math.log(-math.expm1(2 - df))}  # softplus inverted
         self.model = copy.deepcopy(model) if copy_model else model
-        own = dict(self.model.named_parameters())
-        learned = {name: own[name] for name in Space.of(self.model).names}
-        chosen = choose(learned, names)
-        self.layout = Space.of(self.model, tuple(chosen))
-        assigned = assign(as_prior(prior), list(chosen), list(learned))
-        self.runs, self._priors = _runs(self.layout, assigned), [assigned[name] for name in self.layout.names]
-        self._open = not all(is_closed(self.family, run.prior) for run in self.runs)
+        self.training = model.training
+        learned = Space.of(self.model)
+        self.space = learned.select(subset)
+        self.priors = _proper(as_prior(prior).assign(self.space.names, learned.names))
         self._warn_if_infinite()
-        self._slots = _slots(self.model, chosen)
-        self._layers = _layers(self._slots)
-        self._kept: Kept | None = None
-        where = next(iter(chosen.values())).device
-        for name in self.family.raw:  # float32 also for weights in half precision, whose spread would round away
-            raw = torch.empty(self.layout.size, dtype=self.layout.dtype, device=where)
-            self.register_parameter(name, nn.Parameter(raw))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Scales (and degrees of freedom) as at the start; locations belong to the model's own modules."""
-        with torch.no_grad():
-            for name in self.family.raw:
-                getattr(self, name).normal_(0.0, 0.01).add_(self.initial[name])
+        self._slots = slots_of(self.model, self.space)
+        self._layers = _output_layers(self._slots)
+        starts = {"rho": rho, "raw_df": df - 2 + math.log(-math.expm1(2 - df))}  # softplus inverted
+        for name in self.family.raw:
+            like = (self._loc(weight) for weight in self.space.names)
+            self.register_module(name, RawParameters(like, self.space.dtype, starts[name]))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, under one draw."""
-        return self._under_draw(self.model, args, kwargs)
+        if self.mean_mode:
+            return self.model(*args, **kwargs)
+        laws, rule = self.laws(), self._rule()
+        deviations = {name: q.scale * q.noise() for name, q in laws.items()} if rule is layerwise.flipout else {}
+        drawn = {name: q.loc + deviations[name] if deviations else q.rsample() for name, q in laws.items()}
+        forwards = [] if rule is None else self._forwards(rule, laws, deviations)
+        with substituted(self._slots, self._cast(drawn)), layerwise.replaced(forwards):
+            return self.model(*args, **kwargs)
 
-    def posterior(self) -> Family:
-        """The law of all random weights as one vector, in the order of `layout`."""
-        return self.family.of(_flat(self._locations().values()), *self._raws())
+    def laws(self) -> dict[str, WeightFamily]:
+        """The law of every random weight by name, each in the weight's shape."""
+        raws = zip(*(getattr(self, name) for name in self.family.raw), strict=True)
+        named = zip(self.space.names, raws, strict=True)
+        return {name: self.family.of(self._loc(name).to(self.space.dtype), *raw) for name, raw in named}
 
     def scales(self) -> Params:
         """The scale of every random weight, by name."""
-        return self.layout.views(softplus(self.rho))
+        return {name: softplus(raw) for name, raw in zip(self.space.names, self.rho, strict=True)}
 
     @torch.no_grad()
     def sample(self, draws: int = 1) -> Params:
         """Weights by name, each with a leading draw axis: exact draws from q, whatever `local` says."""
-        posterior = self.posterior()
-        return self.layout.views(torch.stack([posterior.rsample() for _ in range(draws)]))
+        rows = [{name: q.rsample() for name, q in self.laws().items()} for _ in range(draws)]
+        return {name: torch.stack([row[name] for row in rows]) for name in self.space.names}
 
     def point(self) -> nn.Module:
         """A plain model of the original class at the locations."""
         return copy.deepcopy(self.model)
 
     def kl(self) -> Tensor:
-        """(): KL(q ‖ prior) in nats; closed where known, else from the draw of the last forward pass.
+        """(): KL(q ‖ prior) in nats, differentiable.
 
-        The draw of a Student-t is part of a graph, so such an estimate can go backward once per forward pass.
+        Where it has no closed form this is an unbiased estimate from a draw of its own, a new one at every call.
         """
-        noise = self._noise_of_last_draw() if self._open else None
-        if self._in_pieces(self._locations()):
-            return self._kl_in_pieces(noise)
-        posterior = self.posterior()
-        total = posterior.loc.new_zeros(())
-        for start, stop, prior in self.runs:
-            z = None if noise is None else noise[start:stop]
-            total = total + kl_terms(posterior[start:stop], prior, z).sum()
-        return total
+        return torch.stack([total_kl(q, self.priors[name]) for name, q in self.laws().items()]).sum()
 
-    def _kl_in_pieces(self, noise: Tensor | None) -> Tensor:
-        own = {f"model.{name}": loc for name, loc in self._locations().items()}
-        own |= {name: getattr(self, name) for name in self.family.raw}
-        kept = self._kept
-        if kept is not None and kept.serves(self.rho):
-            own |= {name: view for name, view in kept.views.items() if view.data_ptr() == own[name].data_ptr()}
-            self._kept = kept._replace(views={})  # used up: they hold the graph of the pass
-        vectors = [own[name] for name in self.family.raw] + ([] if noise is None else [noise])
-        return long.kl(self.family, self._priors, vectors, [own[f"model.{name}"] for name in self.layout.names])
-
-    def _under_draw(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.mean_mode:
-            return method(*args, **kwargs)
+    def _rule(self) -> layerwise.Forward | None:
+        """How layers draw their outputs now; None if weights are drawn instead."""
+        if not self.training:
+            return None
         rule = layerwise.LOCAL.get(self.family) if self.local else None
-        if rule is None and self.flipout:
-            rule = layerwise.flipout
-        weights, forwards = self._drawn() if rule is None else self._awaited(rule)
-        slots = [(module._parameters, key, weights[name]) for name in weights for module, key in self._slots[name]]
-        with layerwise.substituted(slots), layerwise.replaced(forwards):
-            return method(*args, **kwargs)
+        return layerwise.flipout if rule is None and self.flipout else rule
 
-    def _drawn(self) -> tuple[Mapping[str, Tensor], Forwards]:
-        """All weights, drawn now."""
-        noise, locs = self._draw_noise(), self._locations()
-        if noise.requires_grad or not self._in_pieces(locs):
-            drawn = self.layout.views(_flat(locs.values()) + softplus(self.rho) * noise)
-            return {name: weight.to(locs[name].dtype) for name, weight in drawn.items()}, []
-        view, weights = long.draw(list(locs.values()), self.rho, noise)
-        self._keep(noise, {"rho": view})
-        return dict(zip(locs, weights, strict=True)), []
-
-    def _awaited(self, rule: layerwise.Forward) -> tuple[Mapping[str, Tensor], Forwards]:
-        """Weights that are drawn when used, and the modules that draw their outputs instead, with their forwards."""
-        noise = self._draw_noise() if self._open or rule is layerwise.flipout else None
-        drawing = self._drawing(noise)
-        made = [(module, drawing.forward(module, weight, bias, rule)) for module, weight, bias in self._layers]
-        weights = {name: drawing.weight(name) for name in self.layout.names}
-        return weights, [(module, forward) for module, forward in made if forward is not None]
-
-    def _drawing(self, noise: Tensor | None) -> Drawing:
-        locs, drawn = self._locations(), None if noise is None else self.layout.views(noise)
-        if self._in_pieces(locs) and len(self.family.raw) == 1:
-            tables = {name: locs[name] for module, name, _ in self._layers if layerwise.is_table(module)}
-            views = long.views(self.layout, self.rho, tables)
-            self._keep(noise, {"rho": views.whole_rho, **{f"model.{k}": v for k, v in views.whole_tables.items()}})
-            locs |= views.tables
-            return Drawing(self.family.of, {k: (loc, views.rho[k]) for k, loc in locs.items()}, drawn, sparse=True)
-        flat = self.family.of(self.rho, *self._raws())  # to compute all scales at once
-        shapes = [self.layout.views(getattr(flat, field.name)) for field in fields(flat)[1:]]
-        given = {k: (loc, *(shape[k].to(loc.dtype) for shape in shapes)) for k, loc in locs.items()}
-        return Drawing(self.family, given, drawn and {k: z.to(locs[k].dtype) for k, z in drawn.items()})
-
-    def _in_pieces(self, locations: Params) -> bool:
-        """Whether to work in pieces, which all have the precision of the scales."""
-        return long.in_pieces(self.rho) and all(loc.dtype == self.rho.dtype for loc in locations.values())
-
-    def _locations(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name in self.layout.names:
-            module, key = self._slots[name][0]
-            value = module._parameters[key]
-            assert value is not None
-            found[name] = value
+    def _forwards(
+        self, rule: layerwise.Forward, laws: dict[str, WeightFamily], deviations: Params
+    ) -> list[tuple[nn.Module, layerwise.DrawingForward]]:
+        """The layers that draw their outputs, each with its forward."""
+        spreads = self._cast(deviations or {name: q.scale for name, q in laws.items()})
+        found: list[tuple[nn.Module, layerwise.DrawingForward]] = []
+        for module, weight, bias in self._layers:
+            apply = layerwise.affine(module)
+            if apply is not None:
+                own_bias, bias_spread = parameter_slots(module).get("bias"), None if bias is None else spreads[bias]
+                noise = layerwise.Noise(self._loc(weight), own_bias, spreads[weight], bias_spread)
+                found.append((module, partial(rule, apply, noise)))
+            elif layerwise.is_table(module) and rule is not layerwise.flipout:
+                found.append((module, partial(layerwise.rows, module, laws[weight])))
         return found
 
-    def _raws(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self.family.raw]
+    def _loc(self, name: str) -> Tensor:
+        return weight_at(self._slots, name)
 
-    def _draw_noise(self) -> Tensor:
-        noise = long.noise(self.family, self._raws())
-        self._keep(noise, {})
-        return noise
-
-    def _keep(self, noise: Tensor | None, views: Params) -> None:
-        self._kept = Kept(self.rho, noise if self._open else None, views, torch.is_grad_enabled())
-
-    def _noise_of_last_draw(self) -> Tensor:
-        kept = self._kept
-        if kept is None or kept.noise is None or not kept.serves(self.rho):
-            return self._draw_noise()
-        return kept.noise
+    def _cast(self, values: Params) -> Params:
+        """In the precision of each weight, where that is lower than that of its law."""
+        return {name: value.to(self._loc(name)) for name, value in values.items()}
 
     def _warn_if_infinite(self) -> None:
-        for run in self.runs:
-            if (self.family, type(run.prior)) in INFINITE:
+        for prior in self.priors.values():
+            if (self.family, type(prior)) in INFINITE:
                 warnings.warn(
-                    f"the KL of a {self.family.__name__} posterior to {run.prior} is infinite and its Monte Carlo "
+                    f"the KL of {self.family.__name__} to {prior} is infinite and its Monte Carlo "
                     "estimate never settles; a prior with tails as heavy (cauchy, student_t) has a finite one.",
                     stacklevel=4,
                 )
                 return
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}  # part of a graph, which cannot be copied
+
+def _proper(laws: dict[str, Distribution | None]) -> dict[str, Distribution]:
+    """The prior of every random weight, none of them flat."""
+    flat = next((name for name, law in laws.items() if law is None), None)
+    if flat is not None:
+        raise ValueError(f"a random weight needs a proper prior; {flat!r} has a flat one. Leave it out of subset.")
+    return {name: law for name, law in laws.items() if law is not None}
 
 
-def choose(parameters: Mapping[str, nn.Parameter], names: str | Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters whose name matches a pattern; a pattern that matches none is an error."""
-    patterns = [names] if isinstance(names, str) else list(names)
-    if not patterns:
-        raise ValueError("names must hold at least one pattern; got none.")
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in parameters):
-            raise unknown_name("trainable parameter in names:", pattern, parameters)
-    return {name: p for name, p in parameters.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+def _output_layers(slots: Slots) -> list[OutputLayer]:
+    """The layers that can draw their outputs: those that share neither their weight nor their bias.
 
-
-def assign(prior: Prior, names: Iterable[str], every: Iterable[str]) -> dict[str, Distribution]:
-    """The prior of every chosen name. A pattern may speak of weights that stay points, but not of none at all."""
-    first = {name: next((p for p in prior.groups if fnmatchcase(name, p)), None) for name in every}
-    for pattern in prior.groups:
-        if pattern != "*" and pattern not in first.values():
-            raise ValueError(f"prior pattern {pattern!r} must match a parameter; names are {list(first)}.")
-    found: dict[str, Distribution] = {}
-    for name in names:
-        matched = first[name]
-        if matched is None:
-            raise ValueError(
-                f"prior must cover every random weight; none of {list(prior.groups)} matches {name!r}. "
-                "Add a pattern, or leave it out of names."
-            )
-        law = prior.groups[matched]
-        if law is None:
-            raise ValueError(f"a random weight needs a proper prior; {name!r} has a flat one. Leave it out of names.")
-        found[name] = law
-    return found
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _runs(layout: Space, laws: Mapping[str, Distribution]) -> tuple[Run, ...]:
-    """Neighbours with the same prior as one stretch: fewer and larger operations."""
-    runs, start = [], 0
-    for _, group in groupby(zip(layout.names, layout.sizes, strict=True), key=lambda item: laws[item[0]]):
-        members = list(group)
-        stop = start + sum(size for _, size in members)
-        runs.append(Run(start, stop, laws[members[0][0]]))
-        start = stop
-    return tuple(runs)
-
-
-def _slots(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Every (module, attribute) that holds a parameter: several for a tied one."""
-    names = {id(p): name for name, p in parameters.items()}
-    slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in parameters}
-    for module in model.modules():
-        for key, value in module._parameters.items():
-            if id(value) in names:
-                slots[names[id(value)]].append((module, key))
-    return slots
-
-
-def _layers(slots: Mapping[str, list[tuple[nn.Module, str]]]) -> list[tuple[nn.Module, str, str | None]]:
-    """(module, name of its weight, name of its bias if random) of every linear, convolution or embedding layer that
-    shares neither: of a tied weight, all uses must see one draw."""
-    named = {slot: name for name, places in slots.items() for slot in places}
+    Of a tied weight all uses must see one draw.
+    """
+    named = {(id(module), key): name for name, places in slots.items() for module, key in places}
     layers = []
-    for (module, key), name in named.items():
-        bias = named.get((module, "bias"))
-        mine = len(slots[name]) == 1 and (bias is None or len(slots[bias]) == 1)
-        if key == "weight" and mine and (layerwise.affine(module) is not None or layerwise.is_table(module)):
-            layers.append((module, name, bias))
+    for name, places in slots.items():
+        module, key = places[0]
+        bias = named.get((id(module), "bias"))
+        alone = len(places) == 1 and (bias is None or len(slots[bias]) == 1)
+        if key == "weight" and alone and (layerwise.affine(module) is not None or layerwise.is_table(module)):
+            layers.append(OutputLayer(module, name, bias))
     return layers

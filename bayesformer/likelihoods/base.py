@@ -54,7 +54,7 @@ class Likelihood:
     ) -> Predictive:
         """The predictive distribution over targets, in float32 or float64.
 
-        From a Gaussian over outputs by `link` (see `bayesformer.likelihoods.links`; None is the likelihood's own way), with
+        From a Gaussian over outputs by `link` (see `likelihoods.links`; None is the likelihood's own way), with
         `draws` of the outputs from the stream of `seed` where it has no closed form. Draws need no link.
         """
         raise NotImplementedError(f"{type(self).__name__} must define predictive(outputs, link, draws, seed).")

@@ -53,7 +53,7 @@ class Combined:
 
     @property
     def inner(self) -> Method:
-        """The method for the weights."""
+        """The method that infers the weights, with its settings."""
         given = {"predictive": "sampled", **self.settings} if self.weights == "laplace" else self.settings
         return WEIGHTS[self.weights](**given)
 

@@ -20,10 +20,13 @@ from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.example_scores import scores_for
+from bayesformer.train.members import Stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
-from bayesformer.train.recipe import earlier_law, fit_gaussian
+from bayesformer.train.recipe import earlier_law, fit_gaussian, mode_share, shortened
 from bayesformer.train.training import Training
+
+FEWEST_SNAPSHOTS = 2  # of swag: one alone has no deviation from its mean
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,12 @@ class Ivon:
         return fit_gaussian(self, Prototype(problem), build, law, prior=None, prior_in_objective=earlier)
 
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, earlier: bool = False  # noqa: ARG002
+        self,
+        log_joint: LogJoint,
+        training: Training,  # noqa: ARG002
+        steps: int,
+        num_data: int,
+        earlier: bool = False,
     ) -> Transform:
         """IVON with a cosine down to 0."""
         ess, decay = self.settings(num_data, earlier)
@@ -202,12 +210,30 @@ class Swag:
 
     def fit(self, problem: Problem) -> Posterior:
         """Watch gradient descent."""
-        return fit_gaussian(self, Prototype(problem), self.build, partial(swag.law, scale=self.scale), prior=self.prior)
+        prototype = Prototype(problem)
+        self._check(prototype)
+        return fit_gaussian(self, prototype, self.build, partial(swag.law, scale=self.scale), prior=self.prior)
+
+    def _check(self, prototype: Prototype) -> None:
+        """Refuse a training with fewer than two snapshots, which would have no spread, before anything is trained."""
+        training = shortened(prototype.problem.training, 1 - mode_share(self, prototype))
+        steps = Stage(prototype, "swag", training).steps
+        snapshots = (steps - self._start(training, steps)) // self.every
+        if self.scale and snapshots < FEWEST_SNAPSHOTS:
+            raise ValueError(
+                f"swag must take at least {FEWEST_SNAPSHOTS} snapshots to have a spread; {steps} steps after the "
+                f"warm-up with every={self.every} give {snapshots}. Train for more epochs, or lower every or warm_up."
+            )
 
     def build(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG002
         """Gradient descent, which is Langevin dynamics at temperature 0, watched after its first epoch."""
-        start = 0 if training.epochs == 1 else steps // training.epochs
+        start = self._start(training, steps)
         return swag.build(sgld.build(log_joint, self.lr, 0.0), start, self.every, self.rank)
+
+    @staticmethod
+    def _start(training: Training, steps: int) -> int:
+        """Steps before the first snapshot can be taken: one epoch, if there are several."""
+        return 0 if training.epochs == 1 else steps // training.epochs
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-import torch
-
 from bayesformer.core.rules import above, at_least, between, check_ranges, one_of, whole, within
 from bayesformer.core.settings import LATER
-from bayesformer.laws import Samples, buffers_of, gaussian
+from bayesformer.laws import Samples
 from bayesformer.layers import Variational
 from bayesformer.layers.preparation import Preparation
-from bayesformer.model.space import Space
+from bayesformer.layers.weight_law import weight_law
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
-from bayesformer.train.members import Stage, facts_of, fit_stage
+from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
 from bayesformer.train.objective import Constant
-from bayesformer.train.problem import Problem
+from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import posterior_of, refuse_earlier
 
 
 @dataclass(frozen=True)
 class MeanField:
-    """Mean-field variational weights of five families, with local reparameterisation where it exists."""
+    """Mean-field variational weights of five families, with local reparameterisation where it exists.
+
+    Training may draw outputs in the place of weights (`local`, `flipout`), for gradients of less variance. Prediction
+    draws the weights themselves, once for all examples and positions of a draw, in evaluation mode.
+    """
 
     family: Literal["gaussian", "cauchy", "laplace", "logistic", "student_t"] = "gaussian"
     """law of every weight under the posterior"""
@@ -47,43 +49,45 @@ class MeanField:
     """from weights to outputs: sampled; or, of a Gaussian, linearised or streamlined (moments in one forward pass)"""
     samples: int = field(default=1, metadata=LATER)
     """forward passes per step, each with draws of its own"""
+    predict_local: bool = field(default=False, metadata=LATER)
+    """predict with the noise of training, own for every example and position, in place of draws of the weights"""
 
-    AFTER_TRAINING: ClassVar = ("draws", "predictive")
+    AFTER_TRAINING: ClassVar = ("draws", "predictive", "predict_local")
 
     def __post_init__(self) -> None:
         check_ranges(self, temperature=at_least(0), draws=whole(1), samples=whole(1), predictive=one_of(WAYS))
         prior_of(self.prior)
         if self.predictive != "sampled" and self.family != "gaussian":
             raise ValueError(
-                f"meanfield.predictive must be 'sampled' unless family is 'gaussian'; got {self.predictive!r} with "
+                f"mean_field.predictive must be 'sampled' unless family is 'gaussian'; got {self.predictive!r} with "
                 f"family={self.family!r}."
+            )
+        if self.predict_local and self.predictive != "sampled":
+            raise ValueError(
+                f"mean_field.predictive must be 'sampled' with predict_local, whose noise is drawn inside the network; "
+                f"got {self.predictive!r}."
             )
 
     @property
     def preparation(self) -> Preparation:
         """Random weights in the model's place."""
         names = ("family", "prior", "local", "flipout", "rho")
-        return Preparation().then("variational", names=self.subset, **{name: getattr(self, name) for name in names})
+        return Preparation().then("variational", subset=self.subset, **{name: getattr(self, name) for name in names})
 
     def fit(self, problem: Problem) -> Posterior:
         """Ascend the evidence lower bound."""
-        posterior = _fit("mean_field", self, problem)
-        return posterior if self.predictive == "sampled" else self._gaussian(posterior)
-
-    def _gaussian(self, posterior: Posterior) -> Posterior:
-        """The same law as a Gaussian over the weights of the plain model."""
-        random = posterior.skeleton.plain(posterior.theta[0], buffers_of(posterior.law, 0))
-        assert isinstance(random, Variational)
-        space, scales = Space.of(posterior.model, posterior.infer), random.scales()
-        own = dict(random.model.named_parameters(remove_duplicate=False))
-        sd = space.pack({name: scales.get(name, torch.zeros_like(own[name])) for name in space.names})
-        buffers = {k.removeprefix("model."): v for k, v in posterior.law.buffers.items() if k.startswith("model.")}
-        law = gaussian(space.pack(own), sd, buffers=buffers)
+        prototype, fitted = _train("mean_field", self, problem)
+        random = _random_network("mean_field", self, prototype, fitted)
+        if self.predict_local:
+            return random
+        assert isinstance(prototype.prepared, Variational)
+        values = prototype.space.views(fitted.theta[0])
+        space, law = weight_law(prototype.prepared, values, fitted.buffers)
         return replace(
-            posterior,
+            random,
             law=law,
             space=space,
-            preparation=Preparation(),
+            preparation=problem.preparation,
             noisy_draws=0,
             held=(),
             default_draws=self.draws,
@@ -140,20 +144,26 @@ class ConcreteDropout:
 
     def fit(self, problem: Problem) -> Posterior:
         """Train weights and rates together."""
-        return _fit("concrete_dropout", self, problem)
+        return _random_network("concrete_dropout", self, *_train("concrete_dropout", self, problem))
 
 
-def _fit(name: str, method: MeanField | ConcreteDropout, problem: Problem) -> Posterior:
+def _train(name: str, method: MeanField | ConcreteDropout, problem: Problem) -> tuple[Prototype, Fitted]:
     refuse_earlier(problem, name)
     prototype = Prototype(problem, method.preparation)
+    after = getattr(type(method), "AFTER_TRAINING", ())
+    settings = {name: repr(value) for name, value in settings_of(method).items() if name not in after}
     stage = Stage(
         prototype,
         name,
         problem.training,
         kl_weight=Constant(method.temperature),
         samples=method.samples,
-        identity={"settings": repr(method)},
+        identity={"settings": settings},
     )  # no validation data: a bound on the evidence needs no early stopping
-    fitted = fit_stage(stage, 1)
+    return prototype, fit_stage(stage, 1)
+
+
+def _random_network(name: str, method: MeanField | ConcreteDropout, prototype: Prototype, fitted: Fitted) -> Posterior:
+    """The posterior whose draws are noisy passes of the trained network."""
     facts = facts_of(name, method, prototype, fitted)
     return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, noisy_draws=method.draws)

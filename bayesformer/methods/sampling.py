@@ -16,10 +16,9 @@ from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import (
-    MODE_SHARE,
     around,
     find_modes,
-    is_proper,
+    mode_share,
     posterior_of,
     shortened,
     vector_prior,
@@ -78,7 +77,7 @@ class Chains(ABC):
     def fit(self, problem: Problem) -> Posterior:
         """Find a mode per chain, then sample."""
         name, prototype = type(self).__name__.lower(), Prototype(problem)
-        share = self.warm_up or (MODE_SHARE if is_proper(prototype, self.subset) else 0.0)
+        share = mode_share(self, prototype)
         sampling = Stage(
             prototype,
             name,

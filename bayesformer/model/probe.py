@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bayesformer.core.compat import version
+from bayesformer.core.seeds import stream
 from bayesformer.model.admission import address
 from bayesformer.model.shell import Shell
 
@@ -52,7 +51,7 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
     watch = ForeignWatch(*_watched(shell), {id(p): name for name, p in module.named_parameters()})
     try:
         with (
-            _random_states(shell.theta.device),
+            stream(0, "probe"),
             _with_gradients(shell),
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -185,16 +184,3 @@ def _with_gradients(shell: Shell) -> Iterator[None]:
     finally:
         for name, weight in shell.weights.items():
             weight.requires_grad_(before[name])
-
-
-@contextmanager
-def _random_states(device: torch.device) -> Iterator[None]:
-    """The random states of torch, numpy and Python as before."""
-    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numbers)  # noqa: NPY002

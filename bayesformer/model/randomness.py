@@ -20,7 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.compat import TorchDispatchMode, tree_leaves
 from bayesformer.core.draws import Generators, drawing_from
-from bayesformer.core.seeds import global_streams
+from bayesformer.core.seeds import GLOBAL_STREAMS, global_streams
 from bayesformer.model.pass_mode import (
     PassMode,
     bound,
@@ -139,8 +139,9 @@ def find_randomness(
 ) -> Randomness:
     """What a module draws in the mode it is in, by one trial pass that leaves buffers, gradients and streams as before.
 
-    Torch's draws are told apart by the operations of this thread alone, whatever other threads do. A move of numpy's
-    or `random`'s stream by another thread is taken for the module's: then the pass is locked without need.
+    Torch's draws are told apart by the operations of this thread alone, whatever other threads do. Where numpy's or
+    `random`'s stream has moved, a second trial tells whether it was the module, while other threads of the library keep
+    away. A user's own thread that draws from them at that moment is taken for the module: its passes are then locked.
 
     Args:
         module: whose buffers and gradients are restored.
@@ -148,21 +149,36 @@ def find_randomness(
         backward: whether a backward pass belongs to it.
         dropout_rate: as the passes will be given it.
     """
+    alone, before = _nobody_seeds(), _python_states()
+    found = _tried(module, call, backward, dropout_rate)
+    if not _moved(before):
+        return found
+    with GLOBAL_STREAMS:
+        with global_streams(TRIAL, torch_too=False):
+            seeded = _python_states()
+            found = _tried(module, call, backward, dropout_rate)
+            moved = _moved(seeded)
+        if moved and alone:
+            numpy.random.set_state(before["numpy"])  # noqa: NPY002
+            random.setstate(before["random"])
+    return replace(found, python_streams=f"the model draws from the global stream of {moved}" if moved else "")
+
+
+def _tried(module: nn.Module, call: Callable[[], Any], backward: bool, dropout_rate: float | None) -> Randomness:
+    """What one trial pass draws by functions of torch."""
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     generator = torch.Generator(device).manual_seed(TRIAL)
-    watch, mode, python = _Watch(generator), PassMode(), _python_states()
+    watch, mode = _Watch(generator), PassMode()
     grad = backward or torch.is_grad_enabled()
     with restored(module), torch.set_grad_enabled(grad), drawing_from(generator, dropout_rate), watch, mode:
         outputs = _tensors(call())
         if backward:
             watch.in_backward = True
             _total(outputs).backward()
-    moved = _moved_back(python)
     return Randomness(
         functions=tuple(sorted(mode.called)),
         library=watch.given and not mode.called,
         torch_stream=watch.reason,
-        python_streams=f"the model draws from the global stream of {' and '.join(moved)}" if moved else "",
         unrepeatable=watch.unrepeatable,
     )
 
@@ -255,16 +271,20 @@ def _python_states() -> dict[str, Any]:
     return {"numpy": numpy.random.get_state(legacy=False), "random": random.getstate()}  # noqa: NPY002
 
 
-def _moved_back(before: dict[str, Any]) -> list[str]:
-    """Which streams have moved; they are put back."""
-    now, moved = _python_states(), []
-    if not _equal(now["numpy"]["state"], before["numpy"]["state"]):
-        numpy.random.set_state(before["numpy"])  # noqa: NPY002
-        moved.append("numpy")
-    if now["random"] != before["random"]:
-        random.setstate(before["random"])
-        moved.append("random")
-    return moved
+def _moved(before: dict[str, Any]) -> str:
+    """Which streams have moved since, for a sentence; empty if none has."""
+    now = _python_states()
+    numbers = not _equal(now["numpy"]["state"], before["numpy"]["state"])
+    moved = (["numpy"] if numbers else []) + (["random"] if now["random"] != before["random"] else [])
+    return " and ".join(moved)
+
+
+def _nobody_seeds() -> bool:
+    """Whether no other thread is using the global streams under seeds of its own at this moment."""
+    free = GLOBAL_STREAMS.acquire(blocking=False)
+    if free:
+        GLOBAL_STREAMS.release()
+    return free
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:

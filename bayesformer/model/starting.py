@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from bayesformer.model.shell import Shell
+
+PARAMETRISATIONS = "parametrizations"  # the submodule in which torch keeps them
 
 
 def draw_anew(shell: Shell, names: frozenset[str]) -> None:
     """Give the inferred weights of these names fresh random values, as the module that owns them initialises itself.
 
-    Values come from torch's global stream. LoRA adapters start as PEFT starts them, with B = 0. Weights of the same
-    modules that are not named keep their values.
+    Values come from torch's global stream. A model of transformers uses its own `_init_weights`. Weights under a
+    parametrisation (weight_norm, orthogonal) get the originals of a fresh weight. LoRA adapters start as PEFT starts
+    them, with B = 0. All other weights keep their values: they are never written, not even for a moment.
     """
+    chosen = {id(shell.weights[name]) for name in names}
     for path, module in shell.module.named_modules():
-        own = {f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)}
-        if own & names and not _is_inside_adapter(path, shell.module):
-            with _keeping(module, {name.rpartition(".")[2] for name in own - names}), torch.no_grad():
-                _reset(path, module, shell.module)
-    for path, module in shell.module.named_modules():
+        if isinstance(module, parametrize.ParametrizationList) or _is_inside_adapter(path, shell.module):
+            continue
+        if any(id(p) in chosen for p in _own_parameters(module)):
+            with _keeping(module, chosen), torch.no_grad():
+                _draw(path, module, shell.module, chosen)
+    for _, module in shell.module.named_modules():
         if hasattr(module, "reset_lora_parameters"):
-            _reset_adapters(path, module, names)
+            _reset_adapters(module, chosen)
     shell.sync()
 
 
@@ -41,36 +48,89 @@ def redraw_untrained_adapters(shell: Shell) -> tuple[str, ...]:
         for adapter in list(module.lora_A):
             name = f"{path}.lora_A.{adapter}.weight"
             if name in shell.space.names and not bool(module.lora_B[adapter].weight.any()):
-                with torch.no_grad():
+                with _keeping(module, {id(shell.weights[name])}), torch.no_grad():
                     module.reset_lora_parameters(adapter, init_lora_weights=True)
                 drawn.append(name)
     shell.sync()
     return tuple(drawn)
 
 
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module initialises: its own, and the originals of those under a parametrisation."""
+    own = list(module.parameters(recurse=False))
+    if parametrize.is_parametrized(module):
+        own += list(module.get_submodule(PARAMETRISATIONS).parameters())
+    return own
+
+
+def _draw(path: str, module: nn.Module, root: nn.Module, chosen: set[int]) -> None:
+    if not parametrize.is_parametrized(module):
+        _reset(path, module, root)
+        return
+    twin = _without_parametrisations(module)
+    _reset(path, twin, root)
+    for name, fresh in twin.named_parameters(recurse=False):
+        if parametrize.is_parametrized(module, name):
+            _invert(module.get_submodule(f"{PARAMETRISATIONS}.{name}"), fresh, chosen)
+        elif id(module.get_parameter(name)) in chosen:
+            module.get_parameter(name).copy_(fresh)
+
+
+def _without_parametrisations(module: nn.Module) -> nn.Module:
+    """A module of the class before parametrisation with the same settings, and with weights of its own."""
+    kind = parametrize.type_before_parametrizations(module)
+    twin: nn.Module = object.__new__(kind)
+    nn.Module.__init__(twin)
+    for name, value in vars(module).items():
+        vars(twin).setdefault(name, value)
+    for name, child in module.named_children():
+        if name != PARAMETRISATIONS:
+            twin.add_module(name, child)
+    for name, buffer in module.named_buffers(recurse=False):
+        twin.register_buffer(name, buffer.clone())
+    parametrised: Any = module.get_submodule(PARAMETRISATIONS)
+    own = {**dict(module.named_parameters(recurse=False)), **{name: getattr(module, name) for name in parametrised}}
+    for name, value in own.items():
+        twin.register_parameter(name, nn.Parameter(value.detach().clone(), requires_grad=False))
+    return twin
+
+
+def _invert(parametrised: Any, value: Any, chosen: set[int]) -> None:
+    """Write the originals from which the parametrisations make a value, as torch does when it is assigned."""
+    for step in reversed(list(parametrised)):
+        value = step.right_inverse(value)
+    if isinstance(value, Tensor):
+        originals = {"original": value}
+    else:
+        originals = {f"original{i}": part for i, part in enumerate(value)}
+    for name, fresh in originals.items():
+        original = getattr(parametrised, name)
+        if id(original) in chosen:
+            original.copy_(fresh)
+
+
 def _reset(path: str, module: nn.Module, root: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    owner = _pretrained_owner(path, root)
+    if reset is None and owner is None:
+        raise ValueError(
+            f"model cannot be re-initialised: {path or 'the model'} ({type(module).__name__}) has parameters but no "
+            "reset_parameters(). Pass a function that builds a fresh model instead of the model, or keep the given "
+            "weights with init='given'."
+        )
     if reset is not None:
         reset()
-        return
-    owner = _pretrained_owner(path, root)
-    if owner is not None:
+    if owner is not None:  # what it does not know stays as torch draws it
         for parameter in module.parameters(recurse=False):
             vars(parameter).pop("_is_hf_initialized", None)  # transformers passes over weights that were loaded
         owner._init_weights(module)  # type: ignore[operator]
-        return
-    raise ValueError(
-        f"model cannot be re-initialised: {path or 'the model'} ({type(module).__name__}) has parameters but no "
-        "reset_parameters(). Pass a function that builds a fresh model instead of the model, or keep the given weights "
-        "with init='given'."
-    )
 
 
-def _reset_adapters(path: str, module: nn.Module, names: frozenset[str]) -> None:
-    for adapter in list(module.lora_A):  # type: ignore[arg-type]
-        if f"{path}.lora_A.{adapter}.weight" in names:
-            with torch.no_grad():
-                module.reset_lora_parameters(adapter, init_lora_weights=True)  # type: ignore[operator]
+def _reset_adapters(module: Any, chosen: set[int]) -> None:
+    for adapter in list(module.lora_A):
+        if id(module.lora_A[adapter].weight) in chosen:
+            with _keeping(module, chosen), torch.no_grad():
+                module.reset_lora_parameters(adapter, init_lora_weights=True)
 
 
 def _is_inside_adapter(path: str, root: nn.Module) -> bool:
@@ -91,13 +151,21 @@ def _pretrained_owner(path: str, root: nn.Module) -> nn.Module | None:
 
 
 @contextmanager
-def _keeping(module: nn.Module, names: set[str]) -> Iterator[None]:
-    """Within it, some parameters of a module are stand-ins: a frozen one is the user's memory and is never written."""
-    kept = {name: getattr(module, name) for name in names}
-    for name, parameter in kept.items():
-        setattr(module, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+def _keeping(module: nn.Module, chosen: set[int]) -> Iterator[None]:
+    """Within it, parameters of a module and its parts that are not chosen are stand-ins.
+
+    A frozen one is the user's memory, and some modules initialise their children, too.
+    """
+    kept = [
+        (part, name, parameter)
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+        if id(parameter) not in chosen
+    ]
+    for part, name, parameter in kept:
+        part.register_parameter(name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
     try:
         yield
     finally:
-        for name, parameter in kept.items():
-            setattr(module, name, parameter)
+        for part, name, parameter in kept:
+            part.register_parameter(name, parameter)

@@ -91,11 +91,11 @@ class Mlp(nn.Module):
         self.up, self.down = Linear(dim, hidden), Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From (B, T, D) to (B, T, D)."""
+        """The same network at every position, from (B, T, D) to (B, T, D)."""
         return self.down(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """x + Attention(LayerNorm(x)), then x + Mlp(LayerNorm(x))."""
 
     def __init__(self, dim: int, heads: int, hidden: int, dropout: float, family: nn.Module) -> None:
@@ -148,7 +148,7 @@ class Encoder(nn.Module):
             raise unknown_name("positions", positions, POSITIONS)
         self.dim, self.causal = dim, causal
         self.positions, self.dropout = POSITIONS[positions](dim, max_length), Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth))
+        self.blocks = nn.ModuleList(EncoderBlock(dim, heads, mlp_ratio * dim, dropout, family()) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.register_buffer("visible", visible_keys(max_length, causal), persistent=False)
 
@@ -212,7 +212,7 @@ class _OfTokens(nn.Module):
         return self.projection(self.read(x, attention_mask))
 
     def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """What the logits are read off."""
+        """(B, ..., D): the states that the logits are computed from."""
         raise NotImplementedError
 
 
@@ -228,7 +228,7 @@ class SequenceClassifier(_OfTokens):
     """Logits (B, C) of a sequence, from the mean over its tokens."""
 
     def read(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """(B, D)."""
+        """(B, D): one state per sequence, the mean over its valid positions."""
         return mean_over(x, attention_mask)
 
 

@@ -20,59 +20,127 @@ from bayesformer.predict.sampled import Sampler
 Convert: TypeAlias = Callable[[Tensor], Params]
 """From outputs of some draws (l, B, ...) to the tensors of a result (l, B, ...), by name."""
 
-PASS_NUMBERS = 2**22  # output numbers of one pass, 16 MiB in float32
+PASS_NUMBERS = 2**22  # output numbers of one pass, 16 MiB in float32, of which a few tensors are in memory
+LEAST_NUMBERS = 2**18  # below which passes only become slower
+PASSES = 64  # that a large result takes at least, so that one pass is small beside it
 ROUND = 4096  # examples for which the weights of every draw are loaded once
+ROUND_NUMBERS = 2**24  # numbers of a result that comes in parts, 64 MiB in float32
 
 
-def assemble(sampler: Sampler, batches: Iterable[Inputs], convert: Convert) -> Params:
-    """The tensors of a result over all batches, (L, N, ...) each; batches are read as they are needed."""
-    parts = [_round(sampler, some, convert) for some in _rounds(batches)]
-    if not parts:
-        raise ValueError("inputs must have at least one example; got none.")
-    if len(parts) == 1:
-        return parts[0]
-    return {name: torch.cat([part.pop(name) for part in parts], 1) for name in list(parts[0])}
+def assemble(sampler: Sampler, batches: Iterable[Inputs], convert: Convert, count: int | None = None) -> Params:
+    """The tensors of a result over all batches, (L, N, ...) each; batches are read as they are needed.
 
-
-def rounds_of(sampler: Sampler, batches: Iterable[Inputs], convert: Convert) -> Iterator[Params]:
-    """The same a few thousand examples at a time, for results that are reduced as they come."""
+    With `count`, the number of examples, they are allocated once. Where batches have outputs of unequal lengths
+    (L, B, T, ...), positions beyond a batch's own length are NaN.
+    """
+    result = _Result(sampler.count, count or 0)
     for some in _rounds(batches):
-        yield _round(sampler, some, convert)
+        result.add(sampler, some, convert)
+    return result.tensors()
 
 
-def _round(sampler: Sampler, batches: Sequence[Inputs], convert: Convert) -> Params:
-    """All draws on some batches, (L, n, ...) each."""
-    sizes = [len(first_tensor(batch)) for batch in batches]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    result: Params = {}
-    for draw, number, outputs in sampler.passes(batches):
-        for name, value in convert(outputs).items():
-            if name not in result:
-                shape = (sampler.count, sum(sizes), *value.shape[2:])
-                result[name] = torch.empty(shape, dtype=value.dtype, device=value.device)
-            place = slice(starts[number], starts[number] + sizes[number])
-            result[name][draw : draw + len(value), place] = value
-    return result
+def rounds_of(sampler: Sampler, batches: Iterable[Inputs], convert: Convert, examples: int = ROUND) -> Iterator[Params]:
+    """The same, about so many examples at a time, for results that are reduced as they come."""
+    for some in _rounds(batches, examples):
+        yield assemble(sampler, some, convert, sum(len(first_tensor(batch)) for batch in some))
 
 
-def _rounds(batches: Iterable[Inputs]) -> Iterator[list[Inputs]]:
-    """Batches in groups of some thousand examples."""
+def pass_numbers(total: int | None) -> int:
+    """Output numbers of one pass, given those of the whole result where that is known."""
+    return PASS_NUMBERS if total is None else min(PASS_NUMBERS, max(LEAST_NUMBERS, total // PASSES))
+
+
+class _Result:
+    """Tensors by name, written batch by batch: in memory for as many examples as were announced, and then in parts."""
+
+    def __init__(self, draws: int, count: int) -> None:
+        self.draws, self.room = draws, count  # examples that the current part has room for
+        self.parts: list[Params] = [{}]
+        self.filled = [0]  # examples written into each part
+
+    def add(self, sampler: Sampler, batches: Sequence[Inputs], convert: Convert) -> None:
+        """Computes all draws on some batches and writes them."""
+        sizes = [len(first_tensor(batch)) for batch in batches]
+        if self.filled[-1] + sum(sizes) > self.room:
+            self.room = sum(sizes)
+            if self.filled[-1]:
+                self.parts.append({})
+                self.filled.append(0)
+        starts = [self.filled[-1] + sum(sizes[:i]) for i in range(len(sizes))]
+        for draw, number, outputs in sampler.passes(batches):
+            found = convert(outputs)
+            del outputs  # before the next pass: a few such tensors count
+            while found:
+                name, value = found.popitem()
+                self._write(name, draw, starts[number], value)
+                del value
+        self.filled[-1] += sum(sizes)
+
+    def _write(self, name: str, draw: int, start: int, value: Tensor) -> None:
+        """Put value (l, B, ...) in its place, which may have become too short for it."""
+        part, inner = self.parts[-1], value.shape[2:]
+        if name not in part:
+            part[name] = value.new_empty(self.draws, self.room, *inner)
+        place = part[name]
+        if place.shape[2:] != inner:
+            _check_lengths(name, place.shape, value.shape)
+            if inner[0] > place.shape[2]:
+                place = part[name] = _longer(place, inner[0])
+            place[draw : draw + len(value), start : start + value.shape[1], inner[0] :] = torch.nan
+            place = place[:, :, : inner[0]]
+        place[draw : draw + len(value), start : start + value.shape[1]] = value
+
+    def tensors(self) -> Params:
+        """The result; parts are given up as they are copied, so that the whole is in memory about once."""
+        if not self.filled[0]:
+            raise ValueError("inputs must have at least one example; got none.")
+        if len(self.parts) == 1:
+            return {name: value[:, : self.filled[0]] for name, value in self.parts[0].items()}
+        return {name: self._joined(name) for name in list(self.parts[0])}
+
+    def _joined(self, name: str) -> Tensor:
+        first, total = self.parts[0][name], sum(self.filled)
+        inner = list(first.shape[2:])
+        if inner:
+            inner[0] = max(part[name].shape[2] for part in self.parts)
+        whole, start = first.new_empty(self.draws, total, *inner), 0
+        del first
+        for part, filled in zip(self.parts, self.filled, strict=True):
+            value = part.pop(name)[:, :filled]
+            if inner and value.shape[2] < inner[0]:
+                value = _longer(value, inner[0])
+            whole[:, start : start + filled] = value
+            start += filled
+        return whole
+
+
+def _longer(value: Tensor, length: int) -> Tensor:
+    """The tensor (L, N, T, ...) with NaN in positions from T up to `length`."""
+    grown = value.new_full((*value.shape[:2], length, *value.shape[3:]), torch.nan)
+    grown[:, :, : value.shape[2]] = value
+    return grown
+
+
+def _check_lengths(name: str, there: torch.Size, here: torch.Size) -> None:
+    if len(there) != len(here) or len(here) < 4 or there[3:] != here[3:]:
+        raise ValueError(
+            "outputs of all batches must have one shape, but for the number of positions; "
+            f"got {tuple(there[2:])} and {tuple(here[2:])} per example ({name})."
+        )
+
+
+def _rounds(batches: Iterable[Inputs], examples: int = ROUND) -> Iterator[list[Inputs]]:
+    """Batches in groups of at least so many examples."""
     some: list[Inputs] = []
     count = 0
     for batch in batches:
         some.append(batch)
         count += len(first_tensor(batch))
-        if count >= ROUND:
+        if count >= examples:
             yield some
             some, count = [], 0
     if some:
         yield some
-
-
-def batch_size_for(outputs: Tensor, wanted: int) -> int:
-    """Examples per pass, given the outputs (l, B, ...) of a trial: few where one example has many numbers."""
-    per_example = max(1, outputs[0, 0].numel())
-    return max(1, min(wanted, PASS_NUMBERS // per_example))
 
 
 def tensors_of(predictive: Any) -> Params:

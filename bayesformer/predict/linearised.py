@@ -80,7 +80,6 @@ class Linearised:
         self.module, self.space = module, space
         self.capture = Capture(module, space.select(self.roots.names)) if self.roots.names else None
         self.found = Found()
-        self.at_once: int | None = None  # examples whose slopes fit in memory; None before the first batch
 
     def over(self, batches: Iterable[Inputs], num_data: int | None = None) -> GaussianOutputs:
         """Mean and covariance of the outputs of every example, position by position; batches are read one by one.
@@ -88,7 +87,9 @@ class Linearised:
         `num_data` is the number of all examples, where it is known: beside the result, of that length, only what one
         batch takes is in memory.
         """
-        return join_outputs((part for batch in batches for part in self._pieces(batch, num_data or UNKNOWN)), num_data)
+        parts = (part for batch in batches for part in self._pieces(batch, num_data or UNKNOWN))
+        with torch.inference_mode(False), torch.no_grad():
+            return join_outputs(parts, num_data)
 
     def __call__(self, inputs: Inputs, batch_size: int = 64) -> GaussianOutputs:
         """The same for inputs held as tensors."""
@@ -96,6 +97,10 @@ class Linearised:
 
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Mean (B, ..., K), and the covariance of all outputs of all examples together, flattened."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._joint(inputs)
+
+    def _joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         if self.capture is None:
             mean = self._without_spread(inputs).mean
             return mean, mean.new_zeros(mean.numel(), mean.numel())
@@ -117,27 +122,20 @@ class Linearised:
             return
         if (found := self._last_layer_only(inputs, examples)) is not None:
             yield found
-            return
-        for piece in _chunks(inputs, self._at_once(inputs)):
-            yield from self._backward(piece, examples)
-
-    def _at_once(self, inputs: Inputs) -> int:
-        """Examples whose slopes at all layers fit in memory, for the columns of one backward pass."""
-        assert self.capture is not None
-        if self.at_once is None:
-            outputs, sites = self.capture.probe(inputs)
-            columns = min(COLUMNS, outputs[0].numel())
-            self.at_once = max(1, SLOPES * len(outputs) // max(1, columns * slope_numbers(sites)))
-        return self.at_once
+        else:
+            yield from self._backward(inputs, examples)
 
     def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
-        """By backward passes from the features of the last layer, or from the outputs."""
+        """By backward passes from the features of the last layer, or from the outputs, once it is known which."""
         batch = self._captured(inputs)
         head, mean = self._head(features_of(batch.outputs, batch.sites)), batch.mean
-        rank = _rank(mean, examples)
         if len(head) == len(self.roots.blocks) and not self.roots.factor:
-            self.found.last = self._module_of(self.roots.names)
-            yield self._closed_form(mean, head, rank).outputs(mean)
+            yield self._by_head(inputs, batch, head, examples)
+            return
+        few = _few_enough(batch)
+        if few < len(mean):
+            for piece in _chunks(inputs, few):
+                yield from self._backward(piece, examples)
             return
         width = 1 if mean.dim() == 1 else mean.shape[-1]
         if width > COLUMNS and not self.found.searched:
@@ -175,6 +173,17 @@ class Linearised:
         return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, features if known else None)
 
     # Only the last layer has spread.
+
+    def _by_head(
+        self, inputs: Inputs, batch: BatchSites, head: dict[int, list[Tensor]], examples: int
+    ) -> GaussianOutputs:
+        """The closed form, by the plain forward pass that later batches take: the first must not differ from them."""
+        self.found.last = self._module_of(self.roots.names)
+        found = self._last_layer_only(inputs, examples)
+        if found is not None:
+            return found
+        self.found.last = None
+        return self._closed_form(batch.mean, head, _rank(batch.mean, examples)).outputs(batch.mean)
 
     def _last_layer_only(self, inputs: Inputs, examples: int) -> GaussianOutputs | None:
         """From a plain forward pass, once the last layer is known; None should its outputs not be the model's."""
@@ -314,6 +323,12 @@ def last_linear(module: nn.Module, inputs: Inputs) -> nn.Linear | None:
         for hook in hooks:
             hook.remove()
     return next((own for own, out in seen if out is outputs), None)
+
+
+def _few_enough(batch: BatchSites) -> int:
+    """How many examples of a batch have slopes at all layers that fit in memory, for one backward pass; at least 1."""
+    columns = min(COLUMNS, batch.mean[0].numel())
+    return max(1, SLOPES * len(batch.mean) // max(1, columns * slope_numbers(batch.sites)))
 
 
 def _rank(mean: Tensor, examples: int) -> int:

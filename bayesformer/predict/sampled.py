@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from bayesformer.attention import attention_mode, families
 from bayesformer.core.seeds import fold
 from bayesformer.core.strategy import CHUNK, Strategy, check_strategy, choose, largest_tensor
 from bayesformer.core.types import Inputs, Params
-from bayesformer.data.inputs import first_tensor, map_inputs
+from bayesformer.data.inputs import first_tensor, map_inputs, tensors_of
 from bayesformer.laws import Law, buffers_of
 from bayesformer.model.calling import apply, select_output, split_inputs
 from bayesformer.model.modes import set_training
-from bayesformer.model.randomness import Randomness, find_randomness, pass_noise, plain_attention
+from bayesformer.model.randomness import Randomness, find_randomness, plain_attention
 from bayesformer.model.shell import Shell
 
 TOGETHER = 4096  # input numbers of all draws of attention in one pass: more leave the cache
@@ -77,7 +76,17 @@ class DrawPlan:
 
 
 class Sampler:
-    """Draws made ready on one shell: call `passes` with batches of inputs."""
+    """Draws made ready on one shell: call `passes` with batches of inputs.
+
+    Args:
+        shell: of one thread.
+        how: what a draw is.
+        count: draws.
+        few: a few inputs to try things on.
+        strategy: "auto", "looped" or "batched".
+        known: findings of earlier trials on the same model, added to.
+        examples: in a batch, about, which decides whether draws go through one pass.
+    """
 
     def __init__(
         self,
@@ -87,11 +96,12 @@ class Sampler:
         few: Inputs,
         strategy: Strategy = "auto",
         known: dict[Any, Any] | None = None,
+        examples: int = 1,
     ) -> None:
         check_strategy(strategy)
         if strategy == "processes":
             raise ValueError(f"strategy must be 'auto', 'looped' or 'batched' for predictions; got {strategy!r}.")
-        self.shell, self.how, self.count = shell, how, count
+        self.shell, self.how, self.count, self.examples = shell, how, count, examples
         self.known = {} if known is None else known  # findings of earlier trials on the same model
         self.random = self._found(("randomness", how.noisy, how.attention), lambda: how.randomness(shell, few))
         self.device = shell.theta.device
@@ -105,10 +115,18 @@ class Sampler:
                 for number, batch in enumerate(batches):
                     yield draw, number, self.one(draw, batch, number == 0)[None]
             return
-        for start in range(0, self.count, self.together):
-            draws = range(start, min(start + self.together, self.count))
+        size = self._pass_draws(batches)
+        for start in range(0, self.count, size):
+            draws = range(start, min(start + size, self.count))
             for number, batch in enumerate(batches):
                 yield start, number, self._several(draws, batch)
+
+    def _pass_draws(self, batches: Sequence[Inputs]) -> int:
+        """Draws per pass: of attention on a CPU, as many as leave the numbers of a pass in the cache."""
+        if not (self.how.noisy and self.device.type == "cpu"):
+            return self.together
+        numbers = max((first_tensor(batch).numel() for batch in batches), default=1)
+        return min(self.together, max(2, TOGETHER // max(numbers, 1)))
 
     def one(self, draw: int, inputs: Inputs, fresh: bool = True) -> Tensor:
         """(B, ...): outputs of one draw; without `fresh`, the shell holds its weights already."""
@@ -129,7 +147,8 @@ class Sampler:
         if self.how.noisy:
             self.how.load(self.shell, 0)
             own = [self.generators[draw] for draw in draws]
-            with torch.inference_mode(), self.how.drawing(self.shell, len(own)), pass_noise(own):
+            passing = self.random.passing(own, self.how.dropout_rate)
+            with torch.inference_mode(), self.how.drawing(self.shell, len(own)), passing:
                 return apply(self.shell.module, inputs)
         self.shell.module.eval()
         rows = torch.stack([self.how.law.row(draw, self.how.seed) for draw in draws])
@@ -142,8 +161,7 @@ class Sampler:
         """Draws per pass: by the size of the problem, and only if draws made together are those made alone."""
         if self.count == 1 or strategy == "looped":
             return 1
-        numbers = first_tensor(few).numel()
-        size = max(2, TOGETHER // max(numbers, 1)) if self.how.noisy and self.device.type == "cpu" else CHUNK
+        size = self.count if self.how.noisy else CHUNK
         key = ("together", self.how.noisy, self.how.attention)
 
         def veto() -> str | None:
@@ -156,7 +174,13 @@ class Sampler:
                 raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
             return size
         weights = 0 if self.how.noisy else self.shell.space.size
-        largest = partial(self._found, "largest", lambda: largest_tensor(lambda: self.trial(few)))
+        shapes = tuple(tuple(x.shape) for x in tensors_of(few))
+
+        def largest() -> int:
+            """Numbers in the largest tensor of a pass over one batch, scaled up from a few examples."""
+            found: int = self._found(("largest", *shapes), lambda: largest_tensor(lambda: self.trial(few)))
+            return found * self.examples // len(first_tensor(few))
+
         return size if choose(self.count, weights, largest, self.device, veto=veto) == "batched" else 1
 
     def _found(self, key: Any, find: Callable[[], Any]) -> Any:
@@ -165,14 +189,22 @@ class Sampler:
         return self.known[key]
 
     def _why_not_together(self, few: Inputs) -> str | None:
-        if self.how.attention:
-            return "every draw has weights and an attention stream of its own"
-        if self.how.noisy and not families(self.shell.module):
-            return "every draw has a dropout stream of its own"
-        if not self.how.noisy and self.random.kind != "none":
-            return "the model draws random numbers in evaluation mode"
-        if self.shell.facts.staged:
-            return "inferred weights have another precision than the vector they are kept in"
+        noisy, random = self.how.noisy, self.random
+        rules = (
+            (random.kind == "global", f"one pass has one stream: {random.torch_stream or random.python_streams}"),
+            (self.how.attention, "every draw has weights and an attention stream of its own"),
+            (noisy and not families(self.shell.module), "every draw has a dropout stream of its own"),
+            (not noisy and random.kind != "none", "the model draws random numbers in evaluation mode"),
+            (
+                bool(self.shell.facts.staged),
+                "inferred weights have another precision than the vector they are kept in",
+            ),
+        )
+        reason = next((reason for holds, reason in rules if holds), None)
+        return reason or self._compared(few)
+
+    def _compared(self, few: Inputs) -> str | None:
+        """Two draws in one pass against the same two one by one: in what way they differ, or None."""
         few = map_inputs(few, lambda x: x[:2])
         first = self._apart(2)
         alone = torch.stack([first.one(draw, few) for draw in (0, 1)])

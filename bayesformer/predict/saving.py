@@ -7,14 +7,14 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from bayesformer import likelihoods
-from bayesformer.attention import AttentionFamily, describe_families, install_described
+from bayesformer.attention import describe_families, family_weights, install_described
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.seeds import stream
-from bayesformer.core.storage import checksum, read_json, read_tensors, write_json, write_tensors
-from bayesformer.core.types import Params
+from bayesformer.core.storage import checksum, plain, read_json, read_tensors, write_json, write_tensors
 from bayesformer.laws import from_tensors
 from bayesformer.layers.preparation import Preparation
 from bayesformer.model.admission import unwrap
@@ -33,7 +33,9 @@ PLAIN = ("noisy_draws", "dropout_rate", "default_draws", "predictive", "link")
 def save(posterior: Posterior, folder: Path) -> Path:
     """Write both files; the JSON comes last, so that a folder without it is a save that did not finish."""
     model, infer = unwrap(posterior.model), posterior.infer
-    frozen = {**_frozen_in_families(model, infer), **posterior.frozen}
+    learned = {*infer}
+    frozen = {name: p.detach() for name, p in family_weights(model).items() if name not in learned}
+    frozen |= posterior.frozen
     tensors = {**posterior.law.tensors(), **{f"frozen.{name}": p for name, p in frozen.items()}}
     facts = {
         "format": FORMAT,
@@ -46,8 +48,8 @@ def save(posterior: Posterior, folder: Path) -> Path:
         "prepared_attention": describe_families(_prepared(model, infer, posterior.preparation)),
         "held": list(posterior.held),
         **{name: getattr(posterior, name) for name in PLAIN},
-        "base": base_fingerprint(model, {*infer, *frozen}),
-        "facts": dict(posterior.facts),
+        "base": base_fingerprint(model, {*learned, *frozen}),
+        "facts": plain(posterior.facts),
     }
     write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
     write_json(folder / FACTS, {**facts, "checksum": _sum(tensors, facts)})
@@ -59,7 +61,10 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     saved = read_json(folder / FACTS, "posterior")
     form, made_by = saved.get("format"), saved.get("version", "an unknown version")
     if form == 1:
-        return _first_format(folder, saved, model)
+        try:
+            return _first_format(folder, saved, model)
+        except (KeyError, TypeError, AttributeError) as error:  # such files have no checksum of their facts
+            raise DamagedFileError(f"posterior {folder} was altered: its facts are not whole ({error!r}).") from error
     if form != FORMAT:
         raise DamagedFileError(f"posterior {folder} must have format {FORMAT}; got {form!r}, made by {made_by}.")
     tensors = read_tensors(folder / TENSORS, "posterior")
@@ -93,17 +98,6 @@ def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
     return checksum({name: p for name, p in model.named_parameters() if name not in in_file})
 
 
-def _frozen_in_families(model: nn.Module, infer: tuple[str, ...]) -> Params:
-    """Weights of stochastic attention that are not inferred, by name: a plain model does not have them."""
-    found = {
-        f"{where}.{name}" if where else name: p.detach()
-        for where, module in model.named_modules()
-        if isinstance(module, AttentionFamily)
-        for name, p in module.named_parameters()
-    }
-    return {name: p for name, p in found.items() if name not in infer}
-
-
 def _prepared(model: nn.Module, infer: tuple[str, ...], preparation: Preparation) -> nn.Module:
     """A private tree of the model with everything that its passes need; what is drawn at random here is not used."""
     with stream(0, "preparation"):
@@ -111,7 +105,7 @@ def _prepared(model: nn.Module, infer: tuple[str, ...], preparation: Preparation
 
 
 def _sum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
-    return checksum(tensors, json.dumps(facts, sort_keys=True, default=str))
+    return checksum(tensors, json.dumps(facts, sort_keys=True))
 
 
 def _with_attention(model: nn.Module, saved: Mapping[str, Any], infer: tuple[str, ...], folder: Path) -> nn.Module:
@@ -171,25 +165,30 @@ def _difference(there: Space, here: Space) -> str:
 
 def _first_format(folder: Path, saved: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A posterior of version 0.1.0: weights over all trainable parameters of a model that needs no preparation."""
+    made_by = f"was made by version {saved.get('bayesformer', '0.1.0')}"
     tensors = read_tensors(folder / TENSORS, "posterior")
     if checksum(tensors) != saved.get("checksum"):
         raise DamagedFileError(f"posterior {folder / TENSORS} was altered: its checksum differs.")
     space = Space.of(model)
     if saved["names"] != list(space.names) or saved["shapes"] != [list(shape) for shape in space.shapes]:
         raise DamagedFileError(
-            f"posterior {folder} was made by version {saved.get('version', '0.1.0')} for another model, or for one that "
+            f"posterior {folder} {made_by} for another model, or for one that "
             "its method wrapped (mean_field, concrete_dropout, attention): load it with that version, or fit again."
         )
     method = saved["facts"].get("method", {}).get("name")
     if method in ("attention", "combined") and not describe_families(model):
         raise DamagedFileError(
-            f"posterior {folder} was made by version {saved.get('version', '0.1.0')} with stochastic attention, which "
+            f"posterior {folder} {made_by} with stochastic attention, which "
             "files of that version do not describe: install it in the model as it was, or fit again."
         )
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     if saved["frozen"] != checksum(frozen):
         raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
     rate = saved["facts"].get("method", {}).get("rate") if saved["noisy_draws"] else None
+    own = set(saved.get("dropout", ())) if saved["noisy_draws"] and rate is None else set()
+    if len(own) > 1:
+        raise DamagedFileError(f"posterior {folder} {made_by} with dropout rates {sorted(own)}: set them in the model.")
+    rate = next(iter(own), rate)
     return {
         "model": model,
         "likelihood": likelihoods.from_json(saved["likelihood"]),
@@ -204,6 +203,6 @@ def _first_format(folder: Path, saved: dict[str, Any], model: nn.Module) -> dict
     }
 
 
-def space_device(model: nn.Module) -> Any:
+def space_device(model: nn.Module) -> torch.device:
     """The device of a model's first parameter."""
     return next(model.parameters()).device

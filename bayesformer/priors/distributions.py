@@ -1,4 +1,4 @@
-"""Location-scale families for weights: Normal, StudentT, Laplace, Cauchy, Logistic.
+"""Distributions of a single weight: Normal, StudentT, LaplaceDistribution, Cauchy, Logistic.
 
 Small frozen objects rather than `torch.distributions`: a prior is evaluated at every step on every weight,
 and the argument checks and broadcasting there cost more than the density.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from bayesformer.core.draws import gamma_of, normal_like, uniform_like
+from bayesformer.core.draws import normal_like
+from bayesformer.core.standard_noise import cauchy_like, laplace_like, logistic_like, student_like
 
 
 class Distribution(Protocol):
@@ -51,7 +52,7 @@ def _check_scale(name: str, scale: float) -> None:
 
 @dataclass(frozen=True)
 class Normal:
-    """N(loc, scale²)."""
+    """The normal distribution N(loc, scale²) of one weight."""
 
     loc: float = 0.0
     scale: float = 1.0
@@ -60,16 +61,16 @@ class Normal:
         _check_scale("Normal", self.scale)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """-½ z² - log(scale √2π)."""
+        """Log density -½ z² - log(scale √2π), z = (x - loc) / scale."""
         z = (x - self.loc) / self.scale
         return -0.5 * z * z - math.log(self.scale * math.sqrt(2 * math.pi))
 
     def score(self, x: Tensor) -> Tensor:
-        """-z / scale."""
+        """Derivative of the log density, -z / scale."""
         return (self.loc - x) / self.scale**2
 
     def sample(self, like: Tensor) -> Tensor:
-        """Location plus scaled standard normals."""
+        """Independent draws: location plus scaled standard normals."""
         return self.loc + self.scale * normal_like(like)
 
 
@@ -87,7 +88,7 @@ class StudentT:
             raise ValueError(f"StudentT.df must be positive; got {self.df}.")
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """-½(ν+1) log(1 + z²/ν) plus its constant."""
+        """Log density -½(ν+1) log(1 + z²/ν) plus its constant, z = (x - loc) / scale."""
         z = (x - self.loc) / self.scale
         half = 0.5 * (self.df + 1)
         constant = (
@@ -96,44 +97,41 @@ class StudentT:
         return constant - half * torch.log1p(z * z / self.df)
 
     def score(self, x: Tensor) -> Tensor:
-        """-(ν+1) z / (ν + z²) / scale."""
+        """Derivative of the log density, -(ν+1) z / (ν + z²) / scale."""
         z = (x - self.loc) / self.scale
         return -(self.df + 1) / self.scale * z / (self.df + z * z)
 
     def sample(self, like: Tensor) -> Tensor:
-        """z / √λ with λ ~ Gamma(ν/2, rate ν/2)."""
-        shape = torch.full_like(like, 0.5 * self.df)
-        precision = gamma_of(shape) / (0.5 * self.df)
-        return self.loc + self.scale * normal_like(like) * precision.rsqrt()
+        """Independent draws: a normal over the root of a Gamma, shifted and scaled."""
+        return self.loc + self.scale * student_like(like, torch.full_like(like, self.df))
 
 
 @dataclass(frozen=True)
-class Laplace:
-    """Density exp(-|z|) / (2 scale)."""
+class LaplaceDistribution:
+    """The double exponential of density exp(-|z|) / (2 scale), z = (x - loc) / scale; as text, "laplace(0, 1)"."""
 
     loc: float = 0.0
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_scale("Laplace", self.scale)
+        _check_scale("LaplaceDistribution", self.scale)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """-|z| - log(2 scale)."""
+        """Log density -|z| - log(2 scale), z = (x - loc) / scale."""
         return -((x - self.loc) / self.scale).abs() - math.log(2 * self.scale)
 
     def score(self, x: Tensor) -> Tensor:
-        """-sign(z) / scale; 0 at the kink."""
+        """Derivative of the log density, -sign(z) / scale; 0 at the kink."""
         return -(x - self.loc).sign() / self.scale
 
     def sample(self, like: Tensor) -> Tensor:
-        """Inverse CDF of a uniform."""
-        u = uniform_like(like) - 0.5
-        return self.loc - self.scale * u.sign() * torch.log1p(-2 * u.abs())
+        """Independent draws: the inverse CDF of uniform numbers."""
+        return self.loc + self.scale * laplace_like(like)
 
 
 @dataclass(frozen=True)
 class Cauchy:
-    """No mean and no variance: averages of draws do not settle."""
+    """The Cauchy distribution. It has neither mean nor variance: averages of draws do not settle."""
 
     loc: float = 0.0
     scale: float = 1.0
@@ -142,23 +140,23 @@ class Cauchy:
         _check_scale("Cauchy", self.scale)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """-log(π scale (1 + z²))."""
+        """Log density -log(π scale (1 + z²)), z = (x - loc) / scale."""
         z = (x - self.loc) / self.scale
         return -torch.log1p(z * z) - math.log(math.pi * self.scale)
 
     def score(self, x: Tensor) -> Tensor:
-        """-2 z / (1 + z²) / scale."""
+        """Derivative of the log density, -2 z / (1 + z²) / scale."""
         z = (x - self.loc) / self.scale
         return -2 / self.scale * z / (1 + z * z)
 
     def sample(self, like: Tensor) -> Tensor:
-        """Inverse CDF of a uniform."""
-        return self.loc + self.scale * torch.tan(math.pi * (uniform_like(like) - 0.5))
+        """Independent draws: the inverse CDF of uniform numbers."""
+        return self.loc + self.scale * cauchy_like(like)
 
 
 @dataclass(frozen=True)
 class Logistic:
-    """The law whose CDF is the sigmoid."""
+    """The logistic distribution, whose CDF is the sigmoid of (x - loc) / scale."""
 
     loc: float = 0.0
     scale: float = 1.0
@@ -167,23 +165,23 @@ class Logistic:
         _check_scale("Logistic", self.scale)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """-z - 2 softplus(-z) - log scale."""
+        """Log density -z - 2 softplus(-z) - log scale, z = (x - loc) / scale."""
         z = (x - self.loc) / self.scale
         return -z - 2 * softplus(-z) - math.log(self.scale)
 
     def score(self, x: Tensor) -> Tensor:
-        """-tanh(z/2) / scale."""
+        """Derivative of the log density, -tanh(z/2) / scale."""
         return -torch.tanh((x - self.loc) / (2 * self.scale)) / self.scale
 
     def sample(self, like: Tensor) -> Tensor:
-        """Inverse CDF of a uniform: its logit."""
-        return self.loc + self.scale * torch.logit(uniform_like(like))
+        """Independent draws: logits of uniform numbers, shifted and scaled."""
+        return self.loc + self.scale * logistic_like(like)
 
 
 FAMILIES: dict[str, type[Distribution]] = {
     "normal": Normal,
     "student_t": StudentT,
-    "laplace": Laplace,
+    "laplace": LaplaceDistribution,
     "cauchy": Cauchy,
     "logistic": Logistic,
 }

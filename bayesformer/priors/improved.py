@@ -1,4 +1,4 @@
-"""The improved priors of the thesis, by the names of our models' parameters.
+"""The improved priors of Cinquin et al. (2021), by the names of our models' parameters.
 
 Chosen there from the weights of many trained networks, per task, for four groups: embedding, attention, MLP and
 projection. Biases belong to their layer's group and learned positions to the embedding. The tables do not speak
@@ -10,7 +10,7 @@ here and shifts N(0, 1).
 
 from __future__ import annotations
 
-from bayesformer.priors.distributions import Cauchy, Distribution, Laplace, Logistic, Normal, StudentT
+from bayesformer.priors.distributions import Cauchy, Distribution, LaplaceDistribution, Logistic, Normal, StudentT
 
 ATTENTION, MLP = "encoder.blocks.*.attention.*", "encoder.blocks.*.mlp.*"
 
@@ -29,10 +29,22 @@ def _table(
 
 IMPROVED: dict[str, dict[str, Distribution]] = {
     "m1": _table(StudentT(13, 0, 0.03), {ATTENTION: StudentT(5, 0, 1e-4), MLP: StudentT(6, 0, 1e-4)}, Cauchy(0, 0.6)),
-    "m2": _table(Laplace(0, 0.035), {ATTENTION: StudentT(4, 0, 1e-4), MLP: StudentT(5, 0, 1.5e-4)}, Laplace(0, 0.01)),
-    "m3": _table(Normal(0, 0.6), {ATTENTION: Logistic(0, 0.001), MLP: StudentT(5, 0, 0.002)}, Laplace(0, 0.1)),
-    "m4": _table(Laplace(0, 0.3), {ATTENTION: StudentT(3, 0, 1e-4), MLP: StudentT(5, 0, 1.5e-4)}, Laplace(0, 0.01)),
-    "m5": _table(Laplace(0, 0.1), {ATTENTION: StudentT(6, 0, 1e-4), MLP: StudentT(4, 0, 1e-4)}, StudentT(1e4, 0, 0.2)),
+    "m2": _table(
+        LaplaceDistribution(0, 0.035),
+        {ATTENTION: StudentT(4, 0, 1e-4), MLP: StudentT(5, 0, 1.5e-4)},
+        LaplaceDistribution(0, 0.01),
+    ),
+    "m3": _table(
+        Normal(0, 0.6), {ATTENTION: Logistic(0, 0.001), MLP: StudentT(5, 0, 0.002)}, LaplaceDistribution(0, 0.1)
+    ),
+    "m4": _table(
+        LaplaceDistribution(0, 0.3),
+        {ATTENTION: StudentT(3, 0, 1e-4), MLP: StudentT(5, 0, 1.5e-4)},
+        LaplaceDistribution(0, 0.01),
+    ),
+    "m5": _table(
+        LaplaceDistribution(0, 0.1), {ATTENTION: StudentT(6, 0, 1e-4), MLP: StudentT(4, 0, 1e-4)}, StudentT(1e4, 0, 0.2)
+    ),
     "pos": _table(Normal(0, 0.3), {ATTENTION: StudentT(12, 0, 1e-4), MLP: StudentT(1e4, 0, 2.5e-4)}, Normal(0, 0.3)),
     "mnist": _table(
         Normal(0, 0.02),

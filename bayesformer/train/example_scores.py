@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from bayesformer.core.seeds import generator
 from bayesformer.core.types import Params
@@ -18,12 +19,14 @@ def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
 
     Decided by a trial on two examples and a shell of its own, thus by the model alone. A model that decides by the
     values of its inputs, or moves buffers, cannot be vmapped; neither can one whose noise needs the global streams.
+    Recurrent layers have no batching rule: under vmap torch would run them one by one as well, with a warning.
 
     Args:
         prototype: the model, its data and its likelihood.
         held: modules in evaluation mode, as they will be.
     """
-    if prototype.randomness.kind == "global":
+    recurrent = any(isinstance(module, nn.RNNBase) for module in prototype.prepared.modules())
+    if recurrent or prototype.randomness.kind == "global":
         return looped_scores
     try:
         together = _tried(prototype, held, scores)

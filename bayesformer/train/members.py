@@ -71,12 +71,12 @@ class Stage:
 
     @property
     def problem(self) -> Problem:
-        """The problem being solved."""
+        """The problem that the members are fitted to."""
         return self.prototype.problem
 
     @property
     def steps(self) -> int:
-        """Steps in all, at most."""
+        """Steps that a member makes, at most."""
         joined = self.prototype.moves_buffers
         per_epoch = self.prototype.data.steps(self.training.batch_size, join_single=joined)
         if per_epoch is None:
@@ -89,12 +89,14 @@ class Stage:
         return self.prototype.skeleton if self.skeletons is None else self.skeletons[member]
 
     def start(self, member: int) -> Start:
-        """Where a member starts."""
+        """The weights and buffers that a member starts from."""
         return self.prototype.start(member) if self.starts is None else self.starts[member]
 
     def job(self, members: Sequence[int]) -> Job:
         """The members as one job of the training loop."""
         prototype, steps, count = self.prototype, self.steps, self.problem.num_data
+        if prototype.moves_buffers and 1 in {self.training.batch_size, count}:
+            prototype.check_single()
         random = prototype.randomness  # its trial comes before anything that stays in memory
         starts = [self.start(member) for member in members]
         theta = starts[0].theta if len(members) == 1 else None
@@ -131,7 +133,7 @@ class Stage:
         )
 
     def single(self, member: int, reporter: Reporter) -> Trained:
-        """Train one member."""
+        """The result of training one member alone."""
         return self._train([member], reporter)
 
     def batched(self, members: Sequence[int], reporter: Reporter) -> Trained:
@@ -166,7 +168,7 @@ class Stage:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device that the weights are on."""
         return self.prototype.skeleton.device
 
     def why_not_batched(self) -> str | None:

@@ -50,13 +50,39 @@ KlWeight: TypeAlias = Callable[[nn.Module], Tensor | float]
 
 @dataclass(frozen=True)
 class Constant:
-    """κ = value, always."""
+    """A weight κ that is the same in every step."""
 
     value: float = 1.0
 
     def __call__(self, module: nn.Module) -> float:  # noqa: ARG002
         """The value, whatever the module."""
         return self.value
+
+
+def bound(
+    outputs: Tensor,
+    module: nn.Module,
+    batch: Batch,
+    likelihood: Likelihood,
+    num_data: int,
+    kappa: Tensor | float | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """1/B Σ_n log p(y_n | x_n) - κ (KL(weights) / N + 1/B Σ_n KL_n(attention)), (), and its two parts by name.
+
+    Args:
+        outputs: of the module on the batch; its KL is that of this pass.
+        module: has random weights or stochastic attention, unless `kappa` is None.
+        batch: inputs, targets and which targets count.
+        likelihood: of the targets given the outputs.
+        num_data: N.
+        kappa: the weight κ of the KL terms; None for a module that has none.
+    """
+    value = likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
+    named = {"log_likelihood": value.detach()}
+    if kappa is not None:
+        kl = kappa * kl_divergence(module, num_data=num_data).mean()
+        value, named["kl"] = value - kl, kl.detach()
+    return value, named
 
 
 class Objective:
@@ -164,11 +190,8 @@ class Objective:
                 return apply(module, inputs)
 
         outputs = forward(batch.inputs)
-        value = self.likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
-        named = {"log_likelihood": value.detach()}
-        if self.has_kl:
-            kl = kappa * kl_divergence(module, num_data=self.num_data).mean()
-            value, named["kl"] = value - kl, kl.detach()
+        weight = kappa if self.has_kl else None
+        value, named = bound(outputs, module, batch, self.likelihood, self.num_data, weight)
         for term in self.terms:
             extra = term(forward, module, batch)
             value, named[term.name] = value - extra, extra.detach()
@@ -191,7 +214,7 @@ class Objective:
         kappa = self._kappa(self.shell.module)
         run = torch.vmap(partial(self._pure, kappa=kappa), in_dims=(0, axes), randomness="different")
         values, outputs = run(leaves, batch)
-        gradients = torch.autograd.grad(values.sum(), list(leaves.values()))
+        gradients = torch.autograd.grad(values.sum(), list(leaves.values()), materialize_grads=True)
         grad = torch.empty_like(theta)
         total = values.detach() + self.prior.write(theta, grad, 1 / self.num_data)
         return total, outputs.detach(), {THETA: grad.add_(torch.cat([g.flatten(1) for g in gradients], 1))}

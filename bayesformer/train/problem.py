@@ -80,7 +80,7 @@ class Method(Protocol):
     """
 
     def fit(self, problem: Problem) -> Posterior:
-        """The posterior of this method."""
+        """The posterior that this method finds."""
         ...
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from bayesformer.attention import family_weights
 from bayesformer.core.seeds import generator, stream
 from bayesformer.core.types import Batch, Params
 from bayesformer.data.batches import Batches
@@ -81,9 +82,11 @@ class Prototype:
         """What a training pass does: weights it leaves out, buffers it changes."""
         shell = self.skeleton.shell()
         found = probe(shell, self.few.inputs, training=True)
-        if found.unused:
-            names = ", ".join(found.unused[:5]) + (" ..." if len(found.unused) > 5 else "")
-            log.warning("outputs do not depend on %d inferred weights: %s", len(found.unused), names)
+        by_kl = family_weights(self.prepared)  # the KL of attention may depend on them
+        unused = [name for name in found.unused if name not in by_kl]
+        if unused:
+            names = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
+            log.warning("outputs do not depend on %d inferred weights: %s", len(unused), names)
         return found
 
     @cached_property
@@ -108,6 +111,27 @@ class Prototype:
         shell = self.skeleton.shell()
         set_training(shell.module, self.held)
         return find_randomness(shell.module, lambda: shell(self.few.inputs), True, self.dropout_rate)
+
+    def check_single(self) -> None:
+        """Refuse batches of one example for a model that normalises by its batch, before anything is trained."""
+        one, shell = batch_to(self.data.first(1), self.skeleton.device), self.skeleton.shell()
+        set_training(shell.module, self.held)
+        try:
+            with torch.no_grad(), self.randomness.passing(generator(0, "single", device=self.skeleton.device)):
+                shell(one.inputs)
+        except ValueError as error:
+            raise ValueError(
+                "training.batch_size must be at least 2 for this model, whose training passes need several examples as "
+                f"BatchNorm does ({error}); got 1. Or hold its averages with training.buffers='fixed'."
+            ) from error
+
+    @cached_property
+    def at_rest(self) -> Randomness:
+        """How a pass in evaluation mode draws random numbers, which few models do."""
+        shell = self.skeleton.shell(gradients=False)
+        shell.module.eval()
+        with torch.no_grad():
+            return find_randomness(shell.module, lambda: shell(self.few.inputs))
 
     def start(self, member: int) -> Start:
         """Where a member starts, as the problem's `init` says.

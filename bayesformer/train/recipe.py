@@ -19,6 +19,7 @@ from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import BuildTransform, Fitted, Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.rounding import rounding_facts
 from bayesformer.train.training import Training
 from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
 
@@ -185,6 +186,11 @@ def around(prototype: Prototype, modes: Modes, subset: Choice) -> Around:
     return Around(prototype, modes, space, place, inner, skeletons)
 
 
+def mode_share(method: Any, prototype: Prototype) -> float:
+    """The share of the training that finds a mode: as the method says, and some of it where a subset is inferred."""
+    return method.warm_up or (MODE_SHARE if is_proper(prototype, method.subset) else 0.0)
+
+
 def fit_gaussian(
     method: Any,
     prototype: Prototype,
@@ -199,7 +205,7 @@ def fit_gaussian(
 ) -> Posterior:
     """A mode first where asked for, then an algorithm whose last state gives a Gaussian over the subset."""
     name, problem = type(method).__name__.lower(), prototype.problem
-    share = method.warm_up or (MODE_SHARE if is_proper(prototype, method.subset) else 0.0)
+    share = mode_share(method, prototype)
     modes = find_modes(prototype, name, prior, share)
     part = around(prototype, modes, method.subset)
     stage = Stage(
@@ -217,7 +223,7 @@ def fit_gaussian(
     fitted = fit_stage(stage, 1)
     stages = [fitted] if modes.stage is None else [modes.stage, fitted]
     found = part.law(law(fitted.states[0]), fitted)
-    facts = facts_of(name, method, prototype, *stages)
+    facts = facts_of(name, method, prototype, *stages) | rounding_facts(prototype.skeleton, found)
     return posterior_of(prototype, found, facts, default_draws=method.draws, predictive=method.predictive)
 
 

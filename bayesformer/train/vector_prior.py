@@ -31,11 +31,11 @@ class FlatPrior:
     """No prior: a constant density, whose logarithm is taken as 0."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """Zeros, () or (L,)."""
+        """Zeros, one per member: () or (L,)."""
         return theta.new_zeros(theta.shape[:-1])
 
     def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:  # noqa: ARG002
-        """Zeros in `grad`."""
+        """Fills `grad` with zeros and returns zeros, () or (L,)."""
         grad.zero_()
         return self.log_prob(theta)
 

@@ -33,19 +33,19 @@ def add(input: Any, other: Any, *, alpha: float = 1) -> Uncertain:
 
 @rule(torch.sub, Tensor.sub, Tensor.__sub__, torch.subtract)
 def sub(input: Any, other: Any, *, alpha: float = 1) -> Uncertain:
-    """As a sum."""
+    """A difference, whose variances add as in a sum."""
     return add(input, other, alpha=-alpha)
 
 
 @rule(torch.rsub, Tensor.__rsub__)
 def rsub(input: Any, other: Any, *, alpha: float = 1) -> Uncertain:
-    """other - input."""
-    return add(other if isinstance(other, Tensor) else torch.as_tensor(other), input, alpha=-alpha)
+    """other - input, whose variances add as in a sum."""
+    return add(other if isinstance(other, Tensor) else torch.as_tensor(other, device=input.device), input, alpha=-alpha)
 
 
 @rule(Tensor.neg, torch.neg, Tensor.__neg__)
 def neg(input: Uncertain) -> Uncertain:
-    """The same spread."""
+    """-input, which has the spread of the input."""
     return input.like(-input.m, then(input, lambda v: v))
 
 
@@ -75,14 +75,14 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Uncertai
 
 @rule(torch.reciprocal, Tensor.reciprocal)
 def reciprocal(input: Uncertain) -> Uncertain:
-    """To first order: slope -1/m²."""
+    """1 / input to first order, with the slope -1/m²."""
     m = input.m.reciprocal()
     return input.like(m, then(input, lambda v: scaled(v, m * m, m, m)))
 
 
 @rule(Tensor.__rtruediv__, Tensor.__rdiv__)
 def rdiv(input: Uncertain, other: Any) -> Uncertain:
-    """other / input."""
+    """other / input, to first order in the input."""
     return mul(reciprocal(input), other)
 
 
@@ -135,7 +135,7 @@ def spread_to(v: Tensor, old: Tensor, new: Tensor) -> Tensor:
 
 
 def sum_of(x: Uncertain, y: Uncertain, alpha: float, m: Tensor) -> Tensor:
-    """Of independent tensors."""
+    """The spread of x + alpha y for independent x and y, in the shape of their sum m."""
     full = x.full or y.full
     a, b = (x.S, y.S) if full else (x.v, y.v)
     found = a + b if alpha * alpha == 1 else torch.add(a, b, alpha=alpha * alpha)

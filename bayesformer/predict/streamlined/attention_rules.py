@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from bayesformer.model.multihead import multi_head_attention_forward
 from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule
 from bayesformer.predict.streamlined.linear import Affine, linear
-from bayesformer.predict.streamlined.structure import Independent, with_one
+from bayesformer.predict.streamlined.weight_covariance import Independent, with_one
 
 rule(F.multi_head_attention_forward)(multi_head_attention_forward)
 
@@ -182,7 +182,7 @@ def softmax(input: Uncertain, dim: int, *args: Any, dtype: torch.dtype | None = 
 
 @rule(F.log_softmax, torch.log_softmax, Tensor.log_softmax)
 def log_softmax(input: Uncertain, dim: int, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Uncertain:
-    """To first order: J = I - 1 pᵀ."""
+    """The logarithm of softmax to first order: J = I - 1 pᵀ."""
     dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
     value = torch.log_softmax(input.m if dtype is None else input.m.to(dtype), dim)
     p = value.exp()

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from bayesformer.core.compat import empty_wrapper
 from bayesformer.predict.streamlined.options import Settings
 
 Rule: TypeAlias = Callable[..., Any]
@@ -73,7 +74,7 @@ class Uncertain(Tensor):
     origin: Any
     """the affine map this is the output of, where that is known (`linear.Affine`)"""
     structure: Any
-    """how a weight matrix is correlated, where it is (`structure.WeightCovariance`)"""
+    """how a weight matrix is correlated, where it is (`weight_covariance.WeightCovariance`)"""
     turned: bool
     """whether the structure is that of the transposed matrix"""
     gate: Any
@@ -85,7 +86,7 @@ class Uncertain(Tensor):
     @staticmethod
     def __new__(cls: type[Uncertain], m: Tensor, v: LazySpread, context: PassContext) -> Uncertain:
         """Without storage of its own: a kernel that got hold of it could only fail, never drop the spread."""
-        found: Uncertain = torch.Tensor._make_wrapper_subclass(cls, m.shape, dtype=m.dtype, device=m.device)
+        found: Uncertain = empty_wrapper(cls, m)
         found.m, found._v, found.context = m, v, context
         found.origin = found.structure = found.gate = None
         found.turned = found.scores = False
@@ -96,7 +97,7 @@ class Uncertain(Tensor):
 
     @property
     def settings(self) -> Settings:
-        """Of the pass."""
+        """The settings of the pass that this tensor belongs to."""
         return self.context.settings
 
     @property
@@ -167,15 +168,15 @@ class Uncertain(Tensor):
     mT = property(lambda self: self.transpose(-2, -1))
 
     def size(self, dim: int | None = None) -> Any:
-        """As of any tensor."""
+        """The shape of the mean, or its length along one axis."""
         return self.m.shape if dim is None else self.m.shape[dim]
 
     def dim(self) -> int:
-        """As of any tensor."""
+        """The number of axes that the mean has."""
         return self.m.dim()
 
     def numel(self) -> int:
-        """As of any tensor."""
+        """How many numbers the mean has."""
         return self.m.numel()
 
     def __len__(self) -> int:

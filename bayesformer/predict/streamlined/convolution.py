@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule
 from bayesformer.predict.streamlined.linear import second_moment, structure_of
-from bayesformer.predict.streamlined.structure import with_one
+from bayesformer.predict.streamlined.weight_covariance import with_one
 
 CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 
@@ -40,7 +40,7 @@ def _convolved(function: Any, x: Any, w: Any, b: Any, *args: Any, **kwargs: Any)
 def _spread(function: Any, x: Any, w: Any, b: Any, m: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     own = b.s if isinstance(b, Uncertain) else None
     found = None
-    if isinstance(w, Uncertain) and w.structure is not None:
+    if isinstance(w, Uncertain) and w.structure is not None and _is_kept(function, w, *args, **kwargs):
         found = _correlated(function, x, w, *args, **kwargs)
         if isinstance(x, Uncertain):
             found = found + function(x.s, w.m * w.m, None, *args, **kwargs)
@@ -59,15 +59,25 @@ def _spread(function: Any, x: Any, w: Any, b: Any, m: Tensor, *args: Any, **kwar
     return own.expand(m.shape) if found is None else found + own
 
 
+OPTIONS = ("stride", "padding", "dilation", "groups")
+
+
+def _is_kept(function: Any, w: Uncertain, *args: Any, **kwargs: Any) -> bool:
+    """Whether correlations between the weights are used; where they cannot be, they are dropped if settings say so."""
+    options = dict(zip(OPTIONS, args, strict=False)) | kwargs
+    if CONVOLUTIONS[function] == 2 and options.get("groups", 1) == 1 and not isinstance(options.get("padding", 0), str):
+        return True
+    if w.settings.correlations == "drop":
+        return False
+    raise ValueError(
+        "correlated weights of a convolution are supported in conv2d without groups and with padding in numbers; "
+        "use correlations='drop', or a diagonal posterior for this layer."
+    )
+
+
 def _correlated(function: Any, x: Any, w: Uncertain, *args: Any, **kwargs: Any) -> Tensor:
     """Noise of correlated weights: every patch is one input of a linear layer."""
-    names = ("stride", "padding", "dilation", "groups")
-    options = dict(zip(names, args, strict=False)) | kwargs
-    if CONVOLUTIONS[function] != 2 or options.get("groups", 1) != 1 or isinstance(options.get("padding", 0), str):
-        raise ValueError(
-            "correlated weights of a convolution are supported in conv2d without groups and with padding in numbers; "
-            "use correlations='drop', or a diagonal posterior for this layer."
-        )
+    options = dict(zip(OPTIONS, args, strict=False)) | kwargs
     m = mean_of(x)
     size = {name: options[name] for name in ("stride", "padding", "dilation") if name in options}
     patches = F.unfold(m, w.shape[-2:], **size).mT  # (B, places, in)

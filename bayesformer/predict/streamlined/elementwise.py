@@ -91,28 +91,28 @@ def gelu(input: Uncertain, *, approximate: str = "none") -> Uncertain:
 
 @rule(F.silu)
 def silu(input: Uncertain, inplace: bool = False) -> Uncertain:  # noqa: ARG001
-    """σ(m) (1 + m (1 - σ(m)))."""
+    """m σ(m), with the slope σ(m) (1 + m (1 - σ(m)))."""
     gate = torch.sigmoid(input.m)
     return elementwise(input, input.m * gate, gate * (1 + input.m * (1 - gate)))
 
 
 @rule(F.tanh, torch.tanh, Tensor.tanh)
 def tanh(input: Uncertain) -> Uncertain:
-    """1 - tanh²."""
+    """tanh(m), with the slope 1 - tanh²(m)."""
     value = torch.tanh(input.m)
     return elementwise(input, value, 1 - value * value)
 
 
 @rule(F.sigmoid, torch.sigmoid, Tensor.sigmoid)
 def sigmoid(input: Uncertain) -> Uncertain:
-    """σ (1 - σ)."""
+    """σ(m), with the slope σ(m) (1 - σ(m))."""
     value = torch.sigmoid(input.m)
     return elementwise(input, value, value * (1 - value))
 
 
 @rule(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout)
 def dropout(input: Uncertain, p: float = 0.5, training: bool = True, inplace: bool = False) -> Uncertain:  # noqa: ARG001
-    """Nothing at prediction."""
+    """The input itself: a pass is a prediction, and dropout must be off."""
     if training and p > 0:
         raise ValueError(f"dropout must be off in a streamlined pass: call model.eval(); got training=True, p={p}.")
     return input

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesformer.predict.streamlined.carrier import PassContext, Uncertain, first_uncertain, mean_of, rule
-from bayesformer.predict.streamlined.structure import Independent, WeightCovariance, with_one
+from bayesformer.predict.streamlined.weight_covariance import Independent, WeightCovariance, with_one
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Affine:
         return structure_of(self.w) if isinstance(self.w, Uncertain) else None
 
     def spread(self) -> Tensor:
-        """S_h, or its diagonal."""
+        """The covariance S_h of the outputs, or its diagonal, as the settings say."""
         return self._covariance() if self.context.settings.propagate == "full" else self._variance()
 
     def _variance(self) -> Tensor:
@@ -144,7 +144,7 @@ def structure_of(w: Uncertain) -> WeightCovariance:
 
 
 def second_moment(w: Uncertain) -> Tensor:
-    """W² + V, computed once."""
+    """(out, in): W² + V of an uncertain weight, computed once and kept with it."""
     if "second" not in w.__dict__:
         with torch.inference_mode(False):  # kept for passes that may need a gradient
             w.__dict__["second"] = torch.addcmul(w.s, w.m, w.m)

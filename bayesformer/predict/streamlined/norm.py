@@ -78,7 +78,7 @@ def _jacobian_variance(s: Tensor, xhat: Tensor, width: int, centred: bool) -> Te
 
 
 def affine(x: Any, weight: Any, bias: Any) -> Any:
-    """Gain and shift, element-wise."""
+    """The normalised input times the gain plus the shift, element by element."""
     for value, rule_ in ((weight, mul), (bias, add)):
         if value is None:
             continue

@@ -16,7 +16,7 @@ from torch import Tensor
 from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
 from bayesformer.model.space import Space
 from bayesformer.predict.streamlined.carrier import PassContext, Uncertain
-from bayesformer.predict.streamlined.structure import Complete, Factored, WeightCovariance
+from bayesformer.predict.streamlined.weight_covariance import Complete, Factored, WeightCovariance
 
 SUPPORTED = "independent weights, Kronecker or dense blocks over one weight matrix, or over it and its bias"
 
@@ -63,7 +63,7 @@ def _spreads(
         if isinstance(block, Deviations):
             _refuse(context, "a low-rank part that correlates all weights")
             continue
-        index = torch.arange(space.size)[place] if isinstance(place, slice) else place.cpu()
+        index = torch.arange(space.size, device="cpu")[place] if isinstance(place, slice) else place.cpu()
         known |= dict(_matching(space, index, block, context, vectors))
     return law.variance(), known, vectors
 
@@ -90,7 +90,7 @@ def _touched(space: Space, index: Tensor) -> Mapping[str, tuple[Tensor, tuple[in
     found, start = {}, 0
     for name, shape, size in zip(space.names, space.shapes, space.sizes, strict=True):
         if bool(((index >= start) & (index < start + size)).any()):
-            found[name] = (torch.arange(start, start + size), shape)
+            found[name] = (torch.arange(start, start + size, device="cpu"), shape)
         start += size
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Streamlined:
             )
         refuse_attention(module)
         self.parameters = uncertain_parameters(space, law, self.context)
-        self.state = {**_widened(module, space), **{name: value[0] for name, value in law.buffers.items()}}
+        self.state, self.buffers = _widened(module, space), {name: value[0] for name, value in law.buffers.items()}
         plain = [p for p in self.parameters.values() if not isinstance(p, Uncertain)]
         self.context.fixed = {id(p): p for p in [*plain, *self.state.values(), *module.parameters()]}
 
@@ -54,8 +55,9 @@ class Streamlined:
         """The model's output on one batch with these parameters: uncertain where anything is."""
         _check_eval(self.module)
         args, kwargs = split_inputs(map_inputs(inputs, self._wide))
-        with standing_in(self.module):
-            return select_output(functional_call(self.module, {**self.state, **parameters}, args, kwargs))
+        own = {name: value.clone() for name, value in self.buffers.items()}  # a pass may change them
+        with standing_in(self.module), _told_of_precision(bool(self.state)):
+            return select_output(functional_call(self.module, {**self.state, **own, **parameters}, args, kwargs))
 
     def _wide(self, x: Tensor) -> Tensor:
         half = not isinstance(x, Uncertain) and x.dtype in (torch.bfloat16, torch.float16)
@@ -94,6 +96,20 @@ def as_outputs(output: Any) -> GaussianOutputs:
         return GaussianOutputs(output.m, v.expand(output.m.shape))
     symmetric = (v + v.mT) / 2
     return GaussianOutputs.of(output.m, symmetric.expand(*output.m.shape, v.shape[-1]))
+
+
+@contextmanager
+def _told_of_precision(widened: bool) -> Iterator[None]:
+    """An error about precisions that do not fit, where frozen weights were widened, says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not widened or "dtype" not in str(error):
+            raise
+        raise ValueError(
+            "a streamlined pass computes in float32, frozen weights of half precision included, and the model casts to "
+            f"half precision by itself ({error}). Use predictive='linearised' or 'sampled'."
+        ) from error
 
 
 def _widened(module: nn.Module, space: Space) -> Params:

@@ -16,7 +16,7 @@ from bayesformer.predict.streamlined.shape import moved
 
 @rule(torch.sum, Tensor.sum)
 def sum_(input: Uncertain, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Uncertain:
-    """Variances add."""
+    """A sum over some axes, of entries taken as independent: variances add."""
     _check_dtype(dtype)
     return _reduced(input, dim, keepdim, mean=False)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from bayesformer.core.types import Inputs
 from bayesformer.predict.streamlined.carrier import Uncertain
 from bayesformer.predict.streamlined.predictor import Streamlined, as_outputs
-from bayesformer.predict.streamlined.structure import ScaledCovariance
+from bayesformer.predict.streamlined.weight_covariance import ScaledCovariance
 
 
 def input_sensitivity(predictor: Streamlined, inputs: Tensor, outputs: Tensor | int | None = None) -> Tensor:

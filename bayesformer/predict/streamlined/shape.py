@@ -91,7 +91,7 @@ def transpose(x: Uncertain, dim0: int, dim1: int) -> Uncertain:
 
 @rule(torch.t, Tensor.t)
 def t(x: Uncertain) -> Uncertain:
-    """A matrix the other way."""
+    """The transpose of a matrix, with its covariance turned as well."""
     return transposed(x) if x.dim() == 2 else x
 
 
@@ -130,7 +130,7 @@ def _columns(x: Uncertain, index: slice) -> Uncertain:
 
 @rule(torch.narrow, Tensor.narrow)
 def narrow(x: Uncertain, dim: int, start: int, length: int) -> Uncertain:
-    """A stretch of an axis."""
+    """`length` entries of an axis, from `start` on."""
     return _stretch(x, dim, slice(int(start), int(start) + length))
 
 
@@ -154,19 +154,19 @@ def split(x: Uncertain, split_size_or_sections: Any, dim: int = 0) -> tuple[Unce
 
 @rule(torch.chunk, Tensor.chunk)
 def chunk(x: Uncertain, chunks: int, dim: int = 0) -> tuple[Uncertain, ...]:
-    """Into equal stretches."""
+    """A tensor cut into equal stretches along an axis."""
     return split(x, -(-x.shape[dim] // chunks), dim)
 
 
 @rule(torch.unbind, Tensor.unbind)
 def unbind(x: Uncertain, dim: int = 0) -> tuple[Uncertain, ...]:
-    """Along an axis."""
+    """The slices of a tensor along an axis, without that axis."""
     return tuple(moved(x, lambda values, i=i: values.select(dim, i)) for i in range(x.shape[dim]))  # type: ignore[misc]
 
 
 @rule(Tensor.__iter__)
 def iterate(x: Uncertain) -> Any:
-    """Along the first axis."""
+    """The slices of a tensor along its first axis."""
     return iter(unbind(x))
 
 
@@ -213,7 +213,7 @@ def _covariances(x: Any, like: Uncertain) -> Tensor:
 
 @rule(torch.masked_fill, Tensor.masked_fill)
 def masked_fill(x: Uncertain, mask: Tensor, value: Any) -> Uncertain:
-    """What is filled in is known."""
+    """The input with known values where the mask is True: they have no spread."""
     found = x.like(x.m.masked_fill(mask, value), then(x, lambda v: keep(v, ~mask, x.m)))
     found.scores = x.scores
     return found
@@ -248,7 +248,7 @@ def setitem(x: Any, index: Any, value: Any) -> None:
 
 @rule(Tensor.to, Tensor.type)
 def convert(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another dtype or device."""
+    """The input in another dtype or on another device, mean and spread alike."""
     if not isinstance(x, Uncertain):
         return x.to(*[mean_of(a) for a in args], **kwargs)
     m = x.m.to(*[mean_of(a) for a in args], **kwargs)
@@ -261,7 +261,7 @@ def convert(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule(Tensor.type_as)
 def type_as(x: Any, other: Any) -> Any:
-    """To another tensor's dtype."""
+    """The input in the dtype of another tensor."""
     return convert(x, other.dtype)
 
 

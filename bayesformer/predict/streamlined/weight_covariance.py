@@ -31,11 +31,11 @@ class WeightCovariance(Protocol):
         ...
 
     def variance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """(..., out)."""
+        """(..., out): what the weights' noise adds to the variance of every output."""
         ...
 
     def covariance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """(..., out, out)."""
+        """(..., out, out): what the weights' noise adds to the covariance of the outputs."""
         ...
 
     def rows(self, index: slice) -> WeightCovariance:
@@ -43,7 +43,7 @@ class WeightCovariance(Protocol):
         ...
 
     def transposed(self) -> WeightCovariance:
-        """Of Wᵀ."""
+        """The same weights seen as the transposed matrix Wᵀ (in, out)."""
         ...
 
 
@@ -60,20 +60,20 @@ class Independent:
     with_bias: bool = False
 
     def variance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """V (m² + s)."""
+        """(..., out): V (m² + s), with the variances V of the entries."""
         s = diagonal_of(v, m)
         return F.linear(m * m if s is None else torch.addcmul(s, m, m), self.variances)
 
     def covariance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """The same as a matrix."""
+        """(..., out, out): the variances on a diagonal, since outputs have no weight in common."""
         return torch.diag_embed(self.variance(m, v))
 
     def rows(self, index: slice) -> Independent:
-        """Rows of V."""
+        """The variances of some rows of W."""
         return Independent(self.variances[index])
 
     def transposed(self) -> Independent:
-        """Vᵀ."""
+        """The variances of Wᵀ, which are Vᵀ."""
         return Independent(self.variances.mT)
 
 
@@ -127,7 +127,7 @@ class Factored:
         return (rates if q is None else rates @ q.square().mT) + rest
 
     def covariance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """Q_B diag(r) Q_Bᵀ."""
+        """(..., out, out): Q_B diag(r) Q_Bᵀ, and 1 / d times the trace outside the vectors."""
         rates, rest = self._rates(m, v)
         q = self.out_vectors
         if q is None:
@@ -160,15 +160,15 @@ class Complete:
         return torch.stack([self.sigma[k, :, k] for k in range(len(self.sigma))])
 
     def variance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """Σ_ij M_ij sigma[k, i, k, j]."""
+        """(..., out): Σ_ij M_ij sigma[k, i, k, j] for every output k."""
         return torch.einsum("...ij,kij->...k", _second_moment(m, v), self.own)
 
     def covariance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """Σ_ij M_ij sigma[k, i, l, j]."""
+        """(..., out, out): Σ_ij M_ij sigma[k, i, l, j] for every pair of outputs."""
         return torch.einsum("...ij,kilj->...kl", _second_moment(m, v), self.sigma)
 
     def rows(self, index: slice) -> Complete:
-        """A sub-block."""
+        """The covariance of some rows of W: a sub-block of sigma."""
         return replace(self, sigma=self.sigma[index][:, :, index])
 
     def transposed(self) -> Complete:
@@ -185,23 +185,23 @@ class ScaledCovariance:
 
     @property
     def with_bias(self) -> bool:
-        """As of the other."""
+        """Whether the last column of the inner covariance is the bias."""
         return self.inner.with_bias
 
     def variance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """c times the other's."""
+        """(..., out): c times the inner variance."""
         return self.c * self.inner.variance(m, v)
 
     def covariance(self, m: Tensor, v: Tensor | None) -> Tensor:
-        """c times the other's."""
+        """(..., out, out): c times the inner covariance."""
         return self.c * self.inner.covariance(m, v)
 
     def rows(self, index: slice) -> ScaledCovariance:
-        """Of some rows."""
+        """Some rows of W, scaled by the same c."""
         return ScaledCovariance(self.inner.rows(index), self.c)
 
     def transposed(self) -> ScaledCovariance:
-        """Of the transposed matrix."""
+        """The transposed matrix, scaled by the same c."""
         return ScaledCovariance(self.inner.transposed(), self.c)
 
 
