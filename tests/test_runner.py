@@ -623,7 +623,7 @@ def test_the_stored_posterior_of_every_method_predicts_as_it_did(method, tmp_pat
 
 def test_demo_covers_the_first_tasks_and_methods():
     cells = demo.cells([0])
-    assert {c.task for c in cells} == {"digits", *(name for name in tasks.TASKS if name.startswith("toy/"))}
+    assert {c.task for c in cells} == {"digits", "toy/m1", "toy/m4"}
     shown = {"mle", "map", "ensemble", "mc_dropout", "attention", "laplace", "sghmc"}
     assert {(c.task, c.method) for c in cells} == {(c.task, method) for c in cells for method in shown}
     assert max(c.method_settings.get("members", 1) for c in cells) < METHODS["ensemble"]().members

@@ -11,7 +11,7 @@ from bayesformer.version import __version__
 EPILOG = """\
 examples:
   bayesformer demo
-      seven methods on the five toy series and on handwritten digits, in a few minutes
+      seven methods on two toy series and on handwritten digits, in a few minutes
   bayesformer list --settings
       tasks, methods and every setting of theirs
   bayesformer run 'toy/*' --methods mle,ensemble --seeds 5 --workers 2
@@ -53,12 +53,12 @@ def parser() -> argparse.ArgumentParser:
         "demo",
         help="compare seven methods on small data, and write a report page",
         description="Trains MLE, MAP, a deep ensemble, MC dropout, stochastic attention, a last-layer Laplace "
-        "approximation and SGHMC on the five toy series and on scikit-learn's handwritten digits, with shorter "
+        "approximation and SGHMC on two toy series and on scikit-learn's handwritten digits, with shorter "
         "training and fewer members than a benchmark would use; prints a table per task and writes a self-contained "
         "report page, OUTPUT/report.html. Takes about three minutes on two cores. Call it again to resume.",
     )
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for results and page (demo/)")
-    demo.add_argument("--seeds", type=int, default=2, help="training seeds (2)")
+    demo.add_argument("--seeds", type=int, default=4, help="training seeds (4)")
     _add_workers(demo, None)
 
     run = verbs.add_parser(
