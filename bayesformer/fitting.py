@@ -52,13 +52,15 @@ def fit(
             model, never copied, never written.
         validation: data for early stopping; without it the last epoch is kept.
         training: how to train.
-        seed: decides starts, data order and dropout; equal seeds give equal results on one machine.
+        seed: decides starts, data order and dropout; equal seeds give equal results on one machine with one number of
+            torch threads.
         init: where members start: "given", the weights of the model (or of each model that is built); "fresh", new
             random weights everywhere; "head", new random weights where `head` says.
         head: the weights that init="head" draws anew, as for `infer`.
         prior: an earlier posterior that is a Gaussian over the same weights; it takes the place of the method's prior.
         strategy: how members run: "auto" (by the size of the problem), "looped", "batched" or "processes".
-        workers: worker processes to use; none by default.
+        workers: worker processes to use; none by default. Each has one torch thread: their results equal those of the
+            loop bit for bit if the loop, too, runs on one thread (`torch.set_num_threads(1)`).
         checkpoint: a folder for checkpoints; an interrupted fit called again resumes from it.
         progress: show progress bars; by default on a terminal.
     """

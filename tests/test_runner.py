@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,12 +19,12 @@ import pytest
 import torch
 
 from bayesformer import cli
-from bayesformer.bench import demo, runner, tasks
+from bayesformer.bench import arguments, demo, runner, tasks
 from bayesformer.bench.costs import TIMED, TIMES
 from bayesformer.bench.packing import pack
 from bayesformer.bench.planning import REMOVED, Cell, plan
-from bayesformer.bench.predicting import read_rows
-from bayesformer.bench.records import CHECKPOINTS, read_results
+from bayesformer.bench.predicting import load_posterior, read_rows
+from bayesformer.bench.records import CHECKPOINTS, POSTERIORS, read_results
 from bayesformer.bench.trial import Options
 from bayesformer.core.settings import explain, parse_assignment
 from bayesformer.core.storage import with_numbers, write_json
@@ -586,10 +587,45 @@ def test_help_of_every_verb(capsys):
     assert "usage: bayesformer predict" in capsys.readouterr().out
 
 
+def test_the_readme_and_the_help_show_the_same_commands():
+    block = (ROOT / "README.md").read_text().split("## The command")[1].split("```")[1]
+    readme, helped = (
+        [line.split("#")[0].strip() for line in text.splitlines() if line.strip().startswith("bayesformer ")]
+        for text in (block, arguments.EPILOG)
+    )
+    assert readme == helped
+    verbs = set()
+    for command in readme:
+        verbs.add(arguments.parser().parse_args(shlex.split(command)[1:]).verb)  # an unknown option would exit
+    assert all(f"  {verb} " in arguments.parser().format_help() for verb in verbs)
+    assert verbs == {"demo", "run", "report", "list", "predict", "study", "results"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_stored_posterior_of_every_method_predicts_as_it_did(method, tmp_path, capsys):
+    """Loaded on the plain model: what a method wraps or installs comes back with it, and so do the scores."""
+    known = {f.name for f in fields(METHODS[method])}  # two draws: four steps are too few for more
+    few = {"draws": 2} if "draws" in known else {"settings": {"draws": 2}} if "settings" in known else {}
+    (cell,) = plan(["toy/m1"], [{"name": method, **few}], [0], TINY)
+    assert not runner.run([cell], Options(tmp_path)).failed
+    folder = tmp_path / POSTERIORS / cell.folder
+    task, posterior = load_posterior(folder)
+    again = task.evaluate(posterior.predict, task.load()).metrics
+    stored = read_results(tmp_path).results[0]
+    assert again == pytest.approx({name: stored["metrics"][name] for name in again}, rel=1e-4)
+    assert stored["fit"].keys() == {"epochs", "best_epoch", "strategy", "init", "converged"}
+    (tmp_path / "series.csv").write_text("0.1,0.2,0.3\n1,2,3\n")
+    assert cli.main(["predict", str(folder), str(tmp_path / "series.csv")]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    found = posterior.predict(task.inputs(torch.tensor([[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]])))
+    assert [float(row["mean"]) for row in rows] == pytest.approx(found.mean.flatten().tolist(), rel=1e-4, abs=1e-5)
+
+
 def test_demo_covers_the_first_tasks_and_methods():
     cells = demo.cells([0])
     assert {c.task for c in cells} == {"digits", *(name for name in tasks.TASKS if name.startswith("toy/"))}
-    assert {c.method for c in cells} == {"mle", "map", "ensemble", "mc_dropout"}
+    shown = {"mle", "map", "ensemble", "mc_dropout", "attention", "laplace", "sghmc"}
+    assert {(c.task, c.method) for c in cells} == {(c.task, method) for c in cells for method in shown}
     assert max(c.method_settings.get("members", 1) for c in cells) < METHODS["ensemble"]().members
 
 

@@ -145,6 +145,27 @@ def test_two_workers_run_processes_with_the_numbers_of_the_loop():
     assert torch.equal(made.theta, run(strategy="looped").theta)
 
 
+def test_processes_equal_the_loop_of_one_thread_whatever_the_parent_has():
+    x = torch.randn(48, 1, 8, 8)
+    y = torch.randint(3, (48,))
+
+    def run(threads, **options):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            build = lambda: VisionTransformer(8, 2, 1, 3)  # noqa: E731
+            method, training = bf.Ensemble(2), bf.Training(epochs=2, batch_size=16)
+            return bf.fit(build, (x, y), likelihood="categorical", method=method, training=training, **options)
+        finally:
+            torch.set_num_threads(before)
+
+    looped = run(1, strategy="looped")
+    for threads in (1, 2):
+        made = run(threads, workers=2)
+        assert made.facts["strategy"] == "processes"
+        assert torch.equal(made.theta, looped.theta)
+
+
 class Square:
     """Work of one number, in any strategy."""
 

@@ -11,16 +11,29 @@ from bayesformer.version import __version__
 EPILOG = """\
 examples:
   bayesformer demo
-      every first method on the five toy series and on handwritten digits, in a few minutes
+      seven methods on the five toy series and on handwritten digits, in a few minutes
+  bayesformer list --settings
+      tasks, methods and every setting of theirs
   bayesformer run 'toy/*' --methods mle,ensemble --seeds 5 --workers 2
-      the cells that are missing in runs/; call it again to resume or extend
+      the cells (task, method, seed) that are missing in runs/; call it again to resume or extend
   bayesformer run digits --methods mle,map --set map.prior="normal(0, 0.3)" --set training.epochs=40
-  bayesformer report runs/ --output report.html
-  bayesformer predict runs/posteriors/digits/ensemble-1a2b3c4d/seed0 pixels.csv
+      settings other than the defaults
+  bayesformer report runs/
+      one self-contained HTML page, runs/report.html
+  bayesformer report runs/ --markdown
+      one table over all tasks
+  bayesformer predict runs/posteriors/toy-m1/ensemble-1a2b3c4d/seed0 series.csv
+      predictions of a stored posterior for the rows of a file, as CSV
+  bayesformer study cold --tasks toy/m1
+      log-likelihood against temperature, as a figure
   bayesformer study cost runs/
+      quality against the cost of a prediction, as a figure
+  bayesformer study graphs results/graphs
+      stochastic attention on citation graphs, as a table
+  bayesformer study attention runs/posteriors/toy-m1/attention-1a2b3c4d/seed0
+      mean and spread of its attention maps, as a figure
   bayesformer results pack runs/
       a file per cell becomes one file of lines, runs/runs.jsonl; every command reads both
-  bayesformer list
 """
 
 
@@ -38,10 +51,11 @@ def parser() -> argparse.ArgumentParser:
 
     demo = verbs.add_parser(
         "demo",
-        help="compare the first methods on small data, and write a report page",
-        description="Trains MLE, MAP, a deep ensemble and MC dropout on the five toy series and on scikit-learn's "
-        "handwritten digits, with shorter training and fewer members than a benchmark would use; prints a table "
-        "and writes a self-contained report page. Call it again to resume.",
+        help="compare seven methods on small data, and write a report page",
+        description="Trains MLE, MAP, a deep ensemble, MC dropout, stochastic attention, a last-layer Laplace "
+        "approximation and SGHMC on the five toy series and on scikit-learn's handwritten digits, with shorter training "
+        "and fewer members than a benchmark would use; prints a table per task and writes a self-contained report page, "
+        "OUTPUT/report.html. Takes about three minutes on two cores. Call it again to resume.",
     )
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for results and page (demo/)")
     demo.add_argument("--seeds", type=int, default=2, help="training seeds (2)")
@@ -75,20 +89,26 @@ def parser() -> argparse.ArgumentParser:
         "--strategy",
         default="auto",
         choices=["auto", "looped", "batched", "processes"],
-        help="how the members of one cell run (auto: measured)",
+        help="how the members of one cell run (auto: by their size; processes: with one cell at once, on --workers)",
     )
     run.add_argument("--no-posteriors", action="store_true", help="do not keep the posteriors")
     run.add_argument("--dry-run", action="store_true", help="only say which cells would run")
     _add_workers(run, 1)
 
-    report = verbs.add_parser("report", help="write the report page of a results folder")
+    report = verbs.add_parser(
+        "report",
+        help="write the report page of a results folder",
+        description="Reads every result in a folder, in folders below it, too, and writes one self-contained HTML page: "
+        "which method ranks first on each task, whether that is more than seed noise, and figures of its uncertainty. "
+        "With --markdown or --choose it prints a table instead.",
+    )
     report.add_argument("results", type=Path, help="results folder, e.g. runs/")
     report.add_argument("--output", type=Path, help="the page (RESULTS/report.html)")
     report.add_argument("--title", default="bayesformer report", help="title of the page")
     report.add_argument("--markdown", action="store_true", help="print one table over all tasks instead of a page")
     report.add_argument("--metric", help="with --markdown: the metric (gap to the oracle, or the task's primary)")
     report.add_argument(
-        "--choose", metavar="SETTING", help="with --markdown: validation scores of each value of a setting"
+        "--choose", metavar="SETTING", help="print validation scores of each value of a setting instead of a page"
     )
 
     listing = verbs.add_parser("list", help="tasks and methods, each with one line")
@@ -103,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     predict.add_argument("posterior", type=Path, help="a folder with posterior.json")
     predict.add_argument("data", type=Path, help="a .csv, .npy, .npz (key inputs) or .safetensors (key inputs) file")
     predict.add_argument("--output", type=Path, help="CSV file (standard output)")
-    predict.add_argument("--draws", type=int, help="posterior draws (all)")
+    predict.add_argument("--draws", type=int, help="draws of the weights or of the noise (as many as the method says)")
     _add_study(verbs)
     _add_results(verbs)
     return main_parser
@@ -168,7 +188,9 @@ def _add_study(verbs: Any) -> None:
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
-    text = "cells at the same time, in worker processes (all cores)" if default is None else "cells at once (1)"
-    verb.add_argument("--workers", type=int, default=default, help=text)
-    verb.add_argument("--threads", type=int, default=1, help="torch threads of a process that runs cells (1)")
-    verb.add_argument("--quiet", action="store_true", help="no progress bars")
+    text = "all cores" if default is None else str(default)
+    verb.add_argument(
+        "--workers", type=int, default=default, help=f"cells at once, in worker processes if more than 1 ({text})"
+    )
+    verb.add_argument("--threads", type=int, default=1, help="torch threads with one worker (1); several have one each")
+    verb.add_argument("--quiet", action="store_true", help="no progress bars or lines")

@@ -15,11 +15,15 @@ TIMED, TIMES, PATIENCE = 128, 5, 2.0
 
 
 def cost_of(posterior: Posterior, test: Data, peak_mib: float | None) -> dict[str, Any]:
-    """Seconds of training, milliseconds of prediction per example, stored numbers, and peak memory in MiB."""
+    """Seconds of training, milliseconds of prediction per example, stored numbers, and peak memory in MiB.
+
+    Stored numbers are those of the law over the weights; buffers, which every model has, are not counted.
+    """
+    law = {name: tensor for name, tensor in posterior.law.tensors().items() if not name.startswith("buffer.")}
     return {
         "fit_seconds": round(float(posterior.facts["seconds"]), 3),
         "predict_ms": round(prediction_ms(posterior, test), 4),
-        "parameters": sum(t.numel() for t in posterior.law.tensors().values()),
+        "parameters": sum(tensor.numel() for tensor in law.values()),
         "peak_mib": peak_mib,
     }
 

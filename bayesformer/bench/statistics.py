@@ -22,6 +22,9 @@ LEVEL = 0.05
 """A Holm-corrected p value below this is called significant."""
 FEW_SEEDS = 3
 """A verdict from fewer pairs than this is fragile: one more seed can turn it."""
+RISING = "↗"
+"""Stands behind the name of a method whose training had not converged."""
+UNCONVERGED = f"{RISING} has not converged: the training objective still rose when training ended."
 
 
 class Entry(NamedTuple):
@@ -80,6 +83,11 @@ class Standing:
 def entry_of(result: Result) -> Entry:
     """The row (method and variant) that a result belongs to."""
     return Entry(str(result["method"]), str(result.get("variant") or ""))
+
+
+def unconverged(results: Iterable[Result]) -> int:
+    """How many runs have a member whose training had not converged; runs that do not say are not counted."""
+    return sum(False in (part(result, "fit").get("converged") or ()) for result in results)
 
 
 def finite(value: object) -> float | None:

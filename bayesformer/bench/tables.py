@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from bayesformer.bench.statistics import entry_of, finite
+from bayesformer.bench.statistics import RISING, UNCONVERGED, entry_of, finite, unconverged
 from bayesformer.evaluate.catalogue import describe
 
 COLUMNS = ("log_likelihood", "oracle_gap", "accuracy", "ece", "crps", "auroc/shuffled", "auroc/noise")
@@ -37,8 +37,11 @@ def print_tables(results: Sequence[dict[str, Any]]) -> None:
             cells = [_spread(_values(methods[method], name)) for name in shown]
             seconds = _mean(_values(methods[method], "fit_seconds", "cost"))
             milliseconds = _mean(_values(methods[method], "predict_ms", "cost"))
-            table.add_row(method, *cells, f"{seconds:.1f}", f"{milliseconds:.2f}")
+            mark = f" {RISING}" if unconverged(methods[method]) else ""
+            table.add_row(method + mark, *cells, f"{seconds:.1f}", f"{milliseconds:.2f}")
         console.print(table)
+        if any(map(unconverged, methods.values())):
+            console.print(UNCONVERGED)
         console.print()
 
 

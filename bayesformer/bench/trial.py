@@ -27,13 +27,16 @@ from bayesformer.posterior import Posterior
 SHOWN = 20
 """Validation examples whose predictions are followed along a chain."""
 
+FIT_FACTS = ("epochs", "best_epoch", "strategy", "init", "converged")
+"""What a record keeps of the facts of a posterior's making."""
+
 
 @dataclass(frozen=True)
 class Options:
     """How cells are run: where, with how many processes, what is kept. Results do not depend on it."""
 
     results: Path
-    workers: int = 1  # cells at once; a single cell may give them to its members
+    workers: int = 1  # cells at once; the members of a single cell, with strategy "processes"
     strategy: Strategy = "auto"
     keep_posteriors: bool = True
     checkpoint_seconds: float = 10.0
@@ -133,7 +136,7 @@ def _record(
         "started": started.isoformat(timespec="seconds"),
         **provenance(),
         "device": str(posterior.theta.device),
-        "fit": {name: posterior.facts[name] for name in ("epochs", "best_epoch")},
+        "fit": {name: posterior.facts[name] for name in FIT_FACTS if name in posterior.facts},
         "validation": validation,
         "cost": cost,
         "primary": TASKS[cell.task]().primary,

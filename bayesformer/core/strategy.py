@@ -1,8 +1,9 @@
 """How many members run: one after the other, several in one vmapped pass, or spread over worker processes.
 
 Members are those of an ensemble, chains, or draws of a posterior. Which way is taken follows from the problem and the
-device, never from a measured time, so that equal seeds give equal results. Looped and in processes they are equal
-bit for bit; a vmapped pass adds up in another order, and differs from them by about 1e-7 of a value per pass.
+device, never from a measured time, so that equal seeds give equal results. A worker has one torch thread: results in
+processes equal those of a loop on one thread bit for bit. A loop on more threads, and a vmapped pass, add up in another
+order, and differ by about 1e-7 of a value per pass.
 """
 
 from __future__ import annotations

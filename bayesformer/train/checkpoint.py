@@ -50,7 +50,7 @@ def honoured_strategy(folder: Path | None, label: str, wanted: Strategy) -> tupl
     """The strategy for a stage whose checkpoints are in a folder, and why "auto" must not batch, if it must not.
 
     Members that were begun in lockstep go on in lockstep, those begun alone go on alone, in a loop or in processes,
-    which are equal bit for bit: a resumed run is the run that was begun.
+    which are equal bit for bit on one torch thread: a resumed run is the run that was begun.
     """
     path = None if folder is None else _strategy_file(folder, label)
     if path is None or not path.exists():

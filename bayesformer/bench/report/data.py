@@ -24,8 +24,11 @@ from bayesformer.bench.statistics import (
     part,
     standings,
     summarise,
+    unconverged,
 )
+from bayesformer.core.settings import identity
 from bayesformer.evaluate.catalogue import Metric, describe
+from bayesformer.train.training import Training
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -145,6 +148,12 @@ class TaskResults:
         found = {e: next((r for r in self.groups[e] if part(r, "figures").get(key)), None) for e in self.order}
         return {e: r for e, r in found.items() if r}
 
+    @cached_property
+    def unconverged(self) -> dict[Entry, int]:
+        """How many runs of an entry had not converged, for the entries that have such runs."""
+        found = {entry: unconverged(runs) for entry, runs in self.groups.items()}
+        return {entry: number for entry, number in found.items() if number}
+
     def seed_note(self, key: str) -> str:
         """A sentence that says which run a figure shows."""
         seeds = {r["seed"] for r in self.pictured(key).values()}
@@ -190,9 +199,13 @@ def _titled(name: str, results: Sequence[Result]) -> list[tuple[str, Result]]:
 
 
 def _common_settings(result: Result) -> dict[str, str]:
-    """Settings of the task and its training, which a fair comparison shares, as "training.lr": "0.003"."""
+    """Settings of the task and its training, which a fair comparison shares, as "training.lr": "0.003".
+
+    Settings that came later and are at their default count as absent, as in results that were stored before.
+    """
     settings = part(result, "settings")
-    return {f"{key}.{name}": str(v) for key in ("task", "training") for name, v in part(settings, key).items()}
+    common = {"task": part(settings, "task"), "training": identity(Training, part(settings, "training"))}
+    return {f"{key}.{name}": str(v) for key, values in common.items() for name, v in values.items()}
 
 
 def _differing(settings: Sequence[Mapping[str, str]]) -> list[str]:

@@ -41,6 +41,8 @@ OUTCOMES: dict[Verdict, str] = {
     "baseline": "the MLE itself ranks first",
 }
 
+MANY = 20  # methods, variants counted, beyond which the header names kinds only and the table of ranks is folded
+
 
 def summary(report: Report) -> Html:
     """The section: a summary in words, a table by task, and ranks by method."""
@@ -50,7 +52,7 @@ def summary(report: Report) -> Html:
         [tag("p", text, class_="answer" if i == 0 else None) for i, text in enumerate(_answer(report))],
         _answer_table(report),
         tag("p", SMALL, class_="fine") if any(s.tested for t in report.tasks for s in t.winners) else None,
-        _rank_table(report) if len(report.tasks) > 1 and len(report.entries) > 1 else None,
+        _ranks(report) if len(report.tasks) > 1 and len(report.entries) > 1 else None,
         _guide(report),
         id="summary",
     )
@@ -135,6 +137,11 @@ def _verdict_words(task: TaskResults) -> list[Child]:
         return [f"n/a: {why_untested(top)}"]
     yes = tag("strong", "▲ Yes") if top.verdict == "better" else "≈ Not shown"
     return [yes, ", ", tag("span", p_text(top.p), class_="nowrap"), f", {FEW}" if top.fragile else None]
+
+
+def _ranks(report: Report) -> Html:
+    """The table of ranks, behind a title to click on where it is long."""
+    return details("Rank of every method", _rank_table(report)) if len(report.entries) > MANY else _rank_table(report)
 
 
 def _rank_table(report: Report) -> Html:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bayesformer.bench.report.data import Report
-from bayesformer.bench.report.findings import summary
+from bayesformer.bench.report.findings import MANY, summary
 from bayesformer.bench.report.markup import Child, Html, tag
 from bayesformer.bench.report.parts import details, entry_name, link
 from bayesformer.bench.report.section import section
@@ -98,7 +99,8 @@ def _extent(report: Report) -> str:
 
 def _facts(report: Report) -> Iterator[tuple[str, Child]]:
     yield "Tasks", tag("ul", [tag("li", link(t)) for t in report.tasks], class_="inline")
-    yield "Methods", tag("ul", [tag("li", entry_name(report, e)) for e in report.entries], class_="inline")
+    names = _kinds(report) if len(report.entries) > MANY else [entry_name(report, e) for e in report.entries]
+    yield "Methods", tag("ul", [tag("li", name) for name in names], class_="inline")
     yield "Seeds", listing([str(s) for s in report.seeds], 20)
     commits = listing([c[:10] for c in report.values("commit")], 6) or "unknown"
     dirty = sum(bool(r.get("dirty")) for r in report.results)
@@ -117,6 +119,12 @@ def _facts(report: Report) -> Iterator[tuple[str, Child]]:
         yield "Run twice", f"{count(report.repeated, 'earlier run')} replaced by a later one"
 
 
+def _kinds(report: Report) -> list[str]:
+    """The methods without their variants, with the number of those that have several."""
+    numbers = Counter(entry.method for entry in report.entries)
+    return [name if number == 1 else f"{name} ({number} variants)" for name, number in numbers.items()]
+
+
 def _missing(report: Report) -> str:
     """The cells of tasks × methods × seeds that are not there."""
     gaps = []
@@ -126,6 +134,8 @@ def _missing(report: Report) -> str:
             lacking = [str(seed) for seed in report.seeds if seed not in have]
             which = f" (seed {listing(lacking)})" if have else ""
             gaps += [f"{entry.label} on {task.name}{which}"] if lacking else []
+    if len(gaps) > MANY:
+        return f"{len(gaps)} pairs of a method and a task"
     return listing(gaps)
 
 

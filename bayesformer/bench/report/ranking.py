@@ -19,7 +19,7 @@ from bayesformer.bench.report.parts import (
 )
 from bayesformer.bench.report.plot import marker
 from bayesformer.bench.report.wording import DASH, FEW, SYMBOLS, count, decimals, p_text, score_decimals
-from bayesformer.bench.statistics import Difference, Entry, Standing, Summary, part, summarise
+from bayesformer.bench.statistics import RISING, Difference, Entry, Standing, Summary, part, summarise
 
 SHOWN = (
     *("log_likelihood", "accuracy", "ece", "auroc", "crps", "rmse", "coverage_error_90"),
@@ -49,7 +49,7 @@ def ranking(report: Report, task: TaskResults) -> Html:
             cell(_gap_text(gaps.get(entry), decimals(gaps.values()))) if gaps else None,
             [column[entry] for column in others],
         ]
-        rows.append(row(_ranked_name(report, standing), cells, "baseline" if entry == task.baseline else None))
+        rows.append(row(_ranked_name(report, task, standing), cells, "baseline" if entry == task.baseline else None))
     caption = f"{task.name}: methods ranked by {task.quality}"
     return table(caption, [*head, *map(heading, shown[:room])], rows, "ranking")
 
@@ -58,10 +58,25 @@ def _family(metric: str) -> str:
     return metric.partition("/")[0]  # auroc/noise is an auroc
 
 
-def _ranked_name(report: Report, standing: Standing) -> Html:
+def _ranked_name(report: Report, task: TaskResults, standing: Standing) -> Html:
+    entry = standing.entry
     rank = tag("span", str(standing.rank or DASH), class_="rank")
     failed = small(count(standing.failed, "failed run"), "failed") if standing.failed else None
-    return tag("div", rank, entry_name(report, standing.entry), failed, class_="ranked")
+    name = tag(
+        "span",
+        entry_name(report, entry),
+        _rising(task.unconverged.get(entry, 0), len(task.groups[entry])),
+        class_="name",
+    )
+    return tag("div", rank, name, failed, class_="ranked")
+
+
+def _rising(unconverged: int, runs: int) -> Html | None:
+    """The mark of a method whose training had not converged, with the number of such runs on hovering."""
+    if not unconverged:
+        return None
+    words = f"has not converged in {unconverged} of {count(runs, 'run')}"
+    return tag("span", RISING, role="img", aria_label=words, title=words, class_="rising")
 
 
 def _comparison(report: Report, task: TaskResults, standing: Standing, reach: float) -> list[Html]:

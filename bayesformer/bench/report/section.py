@@ -25,7 +25,7 @@ from bayesformer.bench.report.wording import (
     spread,
     why_untested,
 )
-from bayesformer.bench.statistics import by_seed, part, summarise
+from bayesformer.bench.statistics import UNCONVERGED, by_seed, part, summarise
 
 FIGURES: tuple[Callable[[Report, TaskResults], Html | None], ...] = (
     reliability,
@@ -92,6 +92,8 @@ def _under_ranking(report: Report, task: TaskResults) -> str:
         words.append(f"The oracle, the true process, reaches {value} nats; ± of a gap is its standard error.")
     if unequal := unequal_settings(task.results):
         words.append(f"Caution: the methods were not run with the same {listing(unequal)}.")
+    if task.unconverged:
+        words.append(UNCONVERGED)
     if failed := [s.entry.label for s in task.standings if s.failed]:
         words.append(f"{listing(failed)}: runs without a finite score are left out, which flatters the mean.")
     if absent := [e.label for e in report.entries if e not in task.groups]:

@@ -111,11 +111,13 @@ th .entry,td .entry,th .entry>span,td .entry>span{min-width:auto}
 .ranks .mark{margin-left:.3em}
 .mark.better,.mark.worse{font-weight:650}
 .mark.better{color:var(--good)}.mark.worse{color:var(--bad)}
+.rising{color:var(--muted);cursor:help}
+.name{display:flex;gap:.45rem}
 .forest{width:108px;height:14px;margin-bottom:.15rem}
 figure{margin:2.6rem 0 0}
 figcaption{margin-top:.7rem}
 .panels{display:grid;gap:1.2rem 1.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,var(--low)),1fr))}
-.panels.small{grid-template-columns:repeat(auto-fill,minmax(0,250px))}
+.panels.small{align-items:end;grid-template-columns:repeat(auto-fill,minmax(0,246px))}
 .series{--low:235px;--high:345px}.wide{--low:400px;--high:520px}.pair{--low:310px;--high:520px}
 .panels.series+.panels.series{margin-top:1.4rem}
 .panel{max-width:var(--high,none)}
