@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from bayesformer.core.compat import tree_leaves, tree_map
 from bayesformer.core.types import Batch, LogJoint, Params
 from bayesformer.core.vectors import is_matrix, value_and_grad
 from bayesformer.model.randomness import plain_attention

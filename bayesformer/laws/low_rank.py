@@ -45,7 +45,7 @@ class LowRank(Block):
         return (noise + inner @ self.vectors.mT) * self.prior.rsqrt()
 
     def diagonal(self) -> Tensor:
-        """Prior variance less what the data say."""
+        """(p,): the variances of the prior, 1 / D, less what the k eigenpairs take away from each."""
         return (1 - self.vectors.square() @ (self.values / (1 + self.values))) / self.prior
 
     def times_root(self, rows: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.compat import named_slots
+from bayesformer.core.compat import buffer_slots
 from bayesformer.core.types import Params
 from bayesformer.model.calling import apply
 from bayesformer.model.leaves import Leaf, alias, own, window
@@ -40,9 +40,9 @@ class Shell:
             dress(self.weights, hooks)
         self._prepare()
         self._slots = [
-            (f"{path}.{key}" if path else key, named_slots(module), key)
+            (f"{path}.{key}" if path else key, buffer_slots(module), key)
             for path, module in self.module.named_modules()
-            for key in named_slots(module)
+            for key in buffer_slots(module)
         ]
 
     def load(self, theta: Tensor) -> None:

@@ -89,7 +89,7 @@ class Walk(pickle.Pickler):
         self._scopes = dict[int, Scope]()
 
     def run(self, root: Any) -> bytes:
-        """The bytes from which `root` can be built again, apart from what was recorded beside them."""
+        """The bytes from which `root` can be built again, given the objects in `table`."""
         try:
             self.dump(root)
         except RecursionError:

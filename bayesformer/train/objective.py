@@ -18,9 +18,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
-from bayesformer.core.compat import transformed
+from bayesformer.core.compat import transformed, tree_map
 from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.core.vectors import THETA
