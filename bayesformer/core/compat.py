@@ -1,4 +1,4 @@
-"""Every private name of torch and transformers that the library uses, each with its reason, so that a new release is read here first."""
+"""Every private name of torch and transformers that the library uses, each with its reason: read it at a new release."""
 
 from __future__ import annotations
 
