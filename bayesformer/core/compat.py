@@ -1,4 +1,4 @@
-"""Every private name of torch and transformers that the library uses, each with its reason: read it at a new release."""
+"""Every private name of torch and transformers in use, each with its reason: what to check at a release."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Kronecker(Factors, Block):
 
     @property
     def complete(self) -> bool:
-        """Whether the eigenvectors span everything."""
+        """Whether all eigenvectors are there, k = out and m = in; otherwise the rest has the prior's precision."""
         return self.shape == (len(self.out_values), len(self.in_values))
 
     @property

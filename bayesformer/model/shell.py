@@ -14,7 +14,7 @@ from bayesformer.core.types import Params
 from bayesformer.model.calling import apply
 from bayesformer.model.leaves import Leaf, alias, own, window
 from bayesformer.model.precision import Caster, Collector, StagedWeights
-from bayesformer.model.skeleton import Facts, Skeleton, dress
+from bayesformer.model.skeleton import Facts, Skeleton, copy_gradient_hooks
 from bayesformer.model.space import Space
 
 
@@ -37,7 +37,7 @@ class Shell:
             self.module, hooks, self._alive = skeleton.build(self._resolve)
             self.load(self.theta)
         if gradients:
-            dress(self.weights, hooks)
+            copy_gradient_hooks(self.weights, hooks)
         self._prepare()
         self._slots = [
             (f"{path}.{key}" if path else key, buffer_slots(module), key)

@@ -20,8 +20,8 @@ def draw_anew(shell: Shell, names: frozenset[str]) -> None:
     """Give the inferred weights of these names fresh random values, as the module that owns them initialises itself.
 
     Values come from torch's global stream. A model of transformers initialises its parts by its own rules. Weights
-    under a parametrisation (weight_norm, orthogonal) get the originals of a fresh weight. LoRA adapters start as PEFT starts
-    them, with B = 0. All other weights keep their values: they are never written, not even for a moment.
+    under a parametrisation (weight_norm, orthogonal) get the originals of a fresh weight. LoRA adapters start as
+    PEFT starts them, with B = 0. All other weights keep their values: they are never written, not even for a moment.
     """
     chosen = {id(shell.weights[name]) for name in names}
     for path, module in shell.module.named_modules():
