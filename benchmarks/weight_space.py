@@ -49,7 +49,7 @@ def steps(work: Workload) -> Iterator[Comparison]:
         yield Comparison(f"{algorithm} step, {work.label}", steps, plain, limit, rounds=work.rounds)
     local = transform_steps(work, build_optimiser, MeanField().preparation)
     name = f"mean-field step, local reparameterisation, {work.label}"
-    yield Comparison(name, local, plain, 2.5, rounds=work.rounds)
+    yield Comparison(name, local, plain, 3.5, rounds=work.rounds)
     for name, run in peers(work):
         yield Comparison(f"{name} step, {work.label}", run, plain, None, rounds=max(3, work.rounds // 3))
 

@@ -280,3 +280,32 @@ def test_variational_weights_and_concrete_sites_owe_together():
 def test_errors_name_argument_rule_and_value(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_only_layers_whose_weight_is_learned_have_a_site_and_a_regulariser():
+    model = Mlp()
+    model.net[0].weight.requires_grad_(False)
+    dropped = convert_concrete(model, rate=0.5, lengthscale=0.1)
+    assert list(sites(dropped)) == ["net.3.concrete"]
+    linear = dropped.net[3]
+    expected = 0.5 * 0.1**2 * 2 * linear.weight.square().sum() - linear.in_features * math.log(2)
+    torch.testing.assert_close(kl_divergence(dropped), expected)
+    (kl_divergence(dropped) + dropped.train()(torch.randn(4, 3)).sum()).backward()
+    assert dropped.net[0].weight.grad is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_padded_encoder_drops_without_nested_tensors(training):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    x, padding = torch.randn(3, 5, 8), torch.zeros(3, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    dropped = convert_concrete(model, rate=0.3).train(training)
+    with torch.no_grad():
+        outputs = dropped(x, src_key_padding_mask=padding)
+    plain = model.eval()(x, src_key_padding_mask=padding).detach()  # with gradients: no nested tensors there either
+    assert model.use_nested_tensor  # the model given is left as it is
+    if training:
+        assert not torch.equal(outputs, dropped(x, src_key_padding_mask=padding))
+    else:
+        torch.testing.assert_close(outputs[~padding], plain[~padding])
