@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from bayesformer.core.types import GaussianOutputs
 from bayesformer.likelihoods import Likelihood
 
