@@ -16,8 +16,8 @@ from bayesformer.core.errors import unknown_name
 if TYPE_CHECKING:
     from bayesformer.bench.records import Stored
 
-SAID = 10
-"""Lines of one kind on standard error; of more the number is said."""
+MAX_LINES = 10
+"""lines of one kind that are printed to standard error; of the others only their number"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,8 +181,8 @@ def results(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         packing = pack(folder)
         print(f"{packing.path}: {packing.cells} cells, {packing.moved} of them from files of their own")
-        _say([f"{cell}: of its results the latest was kept" for cell in packing.replaced])
-        _say([f"left: {text}" for text in packing.left])
+        _print_to_stderr([f"{cell}: of its results the latest was kept" for cell in packing.replaced])
+        _print_to_stderr([f"left: {text}" for text in packing.left])
         code = 1 if packing.left else code
     return code
 
@@ -243,19 +243,19 @@ def _read_results(folder: Path) -> Stored:
     from bayesformer.bench.records import read_results
 
     stored = read_results(folder)
-    _say([f"skipped: {text}" for text in stored.damaged])
-    _say(stored.repeated)
+    _print_to_stderr([f"skipped: {text}" for text in stored.damaged])
+    _print_to_stderr(stored.repeated)
     if not stored.results:
         raise ValueError(f"results folder {folder} must hold at least one result that can be read; it holds none.")
     return stored
 
 
-def _say(lines: Sequence[str]) -> None:
+def _print_to_stderr(lines: Sequence[str]) -> None:
     """The first lines on standard error, and how many there are besides."""
-    for line in lines[:SAID]:
+    for line in lines[:MAX_LINES]:
         print(line, file=sys.stderr)
-    if len(lines) > SAID:
-        print(f"and {len(lines) - SAID} more like this.", file=sys.stderr)
+    if len(lines) > MAX_LINES:
+        print(f"and {len(lines) - MAX_LINES} more like this.", file=sys.stderr)
 
 
 def _run_and_report(

@@ -35,7 +35,7 @@ from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.ways import Way, check_way
 
-FEW = 2  # examples of a trial pass
+TRIAL_EXAMPLES = 2  # examples of a trial pass
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,17 @@ class Posterior:
         return Pool(lambda: Linearised(self._mean_shell().module, self.space, self.law))
 
     @contextmanager
-    def _at_rest(self, data: InputBatches) -> Iterator[Pool[Linearised]]:
-        """Around passes at the mean; a model that draws random numbers there draws from a stream of their own.
+    def _passes_at_mean(self, data: InputBatches) -> Iterator[Pool[Linearised]]:
+        """A context for passes at the mean of the law, in evaluation mode; yields the pool of linearised networks.
 
-        Gives what lends linearised networks: those of such a model are made anew for each question, since what they
-        find on their first batch takes random numbers, too.
+        A model that draws random numbers even then takes them from a stream of its own. Its linearised networks are
+        made anew for each call, since the trial on their first batch draws random numbers, too.
         """
-        if "at rest" not in self._known:
-            few = inputs_to(data.first(FEW), self.device)
+        if "evaluation randomness" not in self._known:
+            trial_inputs = inputs_to(data.first(TRIAL_EXAMPLES), self.device)
             with self.at_mean.borrow() as shell, torch.no_grad():
-                self._known["at rest"] = find_randomness(shell.module, lambda: shell(few))
-        found = self._known["at rest"]
+                self._known["evaluation randomness"] = find_randomness(shell.module, lambda: shell(trial_inputs))
+        found = self._known["evaluation randomness"]
         with found.passing(generator(0, "mean", device=self.device)):
             yield self._linearised if found.kind == "none" else Pool(self._linearised.make)
 
@@ -204,7 +204,7 @@ class Posterior:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
         _check_gaussian(self, "linearised")
         data = as_inputs(inputs, "inputs")
-        with self._at_rest(data) as pool, pool.borrow() as linearised:
+        with self._passes_at_mean(data) as pool, pool.borrow() as linearised:
             return linearised.joint(next(data.in_order(2**62, self.device)))
 
     def predict(
@@ -247,8 +247,9 @@ class Posterior:
     ) -> Iterator[Predictive]:
         """Predictives of some examples at a time, in order: for data of any length in bounded memory.
 
-        Each is what `predict` says of those examples, by draws of the weights: a few thousand examples, or a batch
-        where that many would be more than 2²⁴ numbers. Options as for `predict`.
+        Each is what `predict` says of a group of up to `ROUND` examples, fewer where their outputs under all draws
+        would be more than `ROUND_NUMBERS` numbers. Always by draws of the weights ("sampled"). Options
+        as for `predict`.
         """
         latest: list[Any] = []
         convert = self._converter(link, latest)
@@ -296,9 +297,9 @@ class Posterior:
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else self.law.available)
         self._check_base()
-        few = inputs_to(data.first(FEW), self.device)
+        trial_inputs = inputs_to(data.first(TRIAL_EXAMPLES), self.device)
         examples = min(self._batch_size(batch_size), data.num_data or ROUND)
-        return Sampler(shell, self._plan(count, seed), count, few, strategy, self._known, examples)
+        return Sampler(shell, self._plan(count, seed), count, trial_inputs, strategy, self._known, examples)
 
     def _plan(self, count: int, seed: int) -> DrawPlan:
         noisy = bool(self.noisy_draws)
@@ -353,11 +354,11 @@ class Posterior:
         self._check_base()
         batches = data.in_order(batch_size, self.device)
         if way == "linearised":
-            with self._at_rest(data) as pool, pool.borrow() as linearised:
+            with self._passes_at_mean(data) as pool, pool.borrow() as linearised:
                 return linearised.over(batches, data.num_data)
         from bayesformer.predict.streamlined import streamlined_outputs
 
-        with self._at_rest(data), self.at_mean.borrow() as shell:
+        with self._passes_at_mean(data), self.at_mean.borrow() as shell:
             return streamlined_outputs(shell.module, self.space, self.law, batches, settings)
 
     @staticmethod

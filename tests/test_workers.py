@@ -232,7 +232,7 @@ def test_a_worker_that_dies_idle_or_forgets_is_replaced(pool):
     time.sleep(0.5)
 
     def forgets(x, _):  # as a process that loky started anew between two tasks would
-        serving.forget()
+        serving.drop_function()
         return x
 
     assert sorted(run_in_processes(forgets, range(5), pool)) == [(i, i) for i in range(5)]

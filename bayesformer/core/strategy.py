@@ -26,10 +26,17 @@ STRATEGIES = ("auto", "looped", "batched", "processes")
 
 CHUNK = 10  # members per vmapped pass: more leave the cache, fewer do not fill a device
 
-# On one thread of a CPU (2 MiB of L2, 32 MiB of L3), seconds per member and training step, batched over looped:
-FEWEST = 5  # members; 2: 1.1 to 1.3 whatever the model, 3: .8 to 1.0, 4: .6 to .9 but predictions to 1.4, 5: .5 to .9
-WEIGHTS = 2**21  # of a chunk, 8 MiB: up to 2.0 million .3 to .9, 2.7 to 4.0 million .75 to 1.1, 7.9 million 1.4 to 2.9
-LARGEST = 2**16  # numbers, 256 KiB: up to 66,000 .3 to .9, 100,000 to 130,000 .6 to 1.0, 200,000 .9 to 1.3
+# Limits of the vmapped pass on a CPU. Measured on one thread (2 MiB of L2, 32 MiB of L3) as the ratio of seconds per
+# member and training step, batched over looped; below 1 the vmapped pass is faster.
+#
+#   members   ratio                        weights of a chunk   ratio        largest tensor       ratio
+#   2         1.1 to 1.3                   up to 2.0 million    .3 to .9     up to 66,000         .3 to .9
+#   3         .8 to 1.0                    2.7 to 4.0 million   .75 to 1.1   100,000 to 130,000   .6 to 1.0
+#   4         .6 to .9, predicting 1.4     7.9 million          1.4 to 2.9   200,000              .9 to 1.3
+#   5         .5 to .9
+FEWEST = 5  # members
+WEIGHTS = 2**21  # weights of a chunk of members, 8 MiB
+LARGEST = 2**16  # numbers in the largest tensor of a member, 256 KiB
 
 # On an accelerator one pass pays as long as it fits.
 BYTES_OF_A_WEIGHT = 16  # weight, gradient and two moments
@@ -55,7 +62,7 @@ class MemberTask(Protocol):
 
     @property
     def weights(self) -> int:
-        """Weights of one member, P; 0 if all members have the same ones."""
+        """P, the number of inferred weights of one member; 0 if all members use the same weights."""
         ...
 
     def largest(self) -> int:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bayesformer.core.errors import WorkerDiedError
 from bayesformer.core.progress import Reporter, Silent
-from bayesformer.core.serving import become_worker, forget, in_worker, serve
+from bayesformer.core.serving import become_worker, drop_function, in_worker, serve
 from bayesformer.core.transfer import mapped_file, pack, unpack
 
 POLL_SECONDS = 0.1  # between looks at the files of the workers
@@ -183,7 +183,7 @@ class Workers:
             yield
         finally:
             for slot in self._slots:
-                slot.rest()
+                slot.release()
 
     def _listen(self, reporter: Reporter) -> None:
         for slot in self._slots:
@@ -254,14 +254,14 @@ class _Slot:
         result, error, trace = unpack(answer)
         return index, result if not trace else Failure(index, _error(error, trace, index))
 
-    def rest(self) -> None:
-        """Kill the worker if it is busy; else let it forget its function, whose tensors may be mapped."""
+    def release(self) -> None:
+        """Kill the worker if it is busy; else let it drop its function, whose tensors may be mapped."""
         if self.task is not None:
             self.stop()
         elif self.executor is not None and self.call:
             self.call = 0
             try:
-                self.future = self.executor.submit(forget)
+                self.future = self.executor.submit(drop_function)
             except BrokenProcessPool:
                 self.stop()
 

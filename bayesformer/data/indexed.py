@@ -115,7 +115,7 @@ class Indexed(Batches):
         return digest.hexdigest()[:16]
 
     def first(self, count: int) -> Batch:
-        """The first `count` examples."""
+        """The first `count` examples as one batch, or all there are if they are fewer."""
         return split_labels(self.raw_first(count), self.name)
 
     def raw_first(self, count: int) -> Any:

@@ -238,7 +238,7 @@ class DiagonalAccumulator(Accumulator):
 
 
 def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]) -> list[CurvaturePiece]:
-    """In the order of the flat vector, with zeros for what no pass has used: the prior alone speaks there."""
+    """Pieces in the order of θ, with zeros for weights that no pass has used: their posterior is the prior."""
     pieces = []
     for name in sweep.names:
         own = [accumulator for (other, _), group in accumulators.items() if other == name for accumulator in group]

@@ -153,7 +153,7 @@ class Laplace:
         """Refuse a model that has no such weights, no such layer, or attention that cannot be predicted with."""
         if "last_layer" in (self.subset, self.structure):
             module = prototype.skeleton.shell(gradients=False).module.eval()
-            last_layer.space_of(module, prototype.space, prototype.few.inputs)
+            last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
         else:
             prototype.space.select(self.subset)
         if self.predictive == "streamlined":
@@ -189,9 +189,9 @@ class Laplace:
         subset: Choice = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
-            chosen = last_layer.space_of(module, prototype.space, prototype.few.inputs)
+            chosen = last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
             subset, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
-        with prototype.at_rest.passing(generator(seed, "curvature", device=shell.theta.device)):
+        with prototype.evaluation_randomness.passing(generator(seed, "curvature", device=shell.theta.device)):
             return estimate(
                 module,
                 prototype.likelihood,

@@ -41,7 +41,7 @@ class GaussianLaw:
 
     @property
     def size(self) -> int:
-        """P, numbers per draw."""
+        """P, the number of weights in a draw θ."""
         return len(self.mean)
 
     @property

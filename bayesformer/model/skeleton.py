@@ -104,7 +104,7 @@ class Skeleton:
             return window(leaf, leaf.tensor) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
-        dress(dict(module.named_parameters()), hooks)
+        copy_gradient_hooks(dict(module.named_parameters()), hooks)
         module.__dict__[ORIGIN] = self.origin
         return module
 
@@ -125,7 +125,7 @@ class Skeleton:
             return window(leaf, made[leaf.name]) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
-        dress({name: p for name, p in made.items() if p.requires_grad}, hooks)
+        copy_gradient_hooks({name: p for name, p in made.items() if p.requires_grad}, hooks)
         slots = dict(module.named_buffers())
         with torch.no_grad():
             for name, value in (buffers or {}).items():
@@ -160,14 +160,14 @@ class Skeleton:
         """The structure as bytes for another process of the same program, and the tensors by key.
 
         Classes and functions of a script travel by value (cloudpickle). The tensors may travel as a file that the
-        process maps; `Skeleton.arrive` puts both together.
+        process maps; `Skeleton.from_portable` puts both together.
         """
         from bayesformer.model.portable import dump
 
         return dump(self)
 
     @classmethod
-    def arrive(cls, structure: bytes, tensors: Mapping[str, Tensor]) -> Skeleton:
+    def from_portable(cls, structure: bytes, tensors: Mapping[str, Tensor]) -> Skeleton:
         """The skeleton whose `portable` form this is."""
         from bayesformer.model.portable import load
 
@@ -177,7 +177,7 @@ class Skeleton:
         return skeleton
 
     def __reduce__(self) -> Any:
-        return Skeleton.arrive, self.portable()
+        return Skeleton.from_portable, self.portable()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Skeleton:
         return self  # nothing in it changes
@@ -224,7 +224,7 @@ def shadow(model: nn.Module, infer: Choice | Space = None) -> nn.Module:
     return Skeleton(model, space).shadow()
 
 
-def dress(weights: Mapping[str, Tensor], hooks: Mapping[str, list[Any]]) -> None:
+def copy_gradient_hooks(weights: Mapping[str, Tensor], hooks: Mapping[str, list[Any]]) -> None:
     """Give weights the gradient hooks that the user's have."""
     for name, found in hooks.items():
         for hook in found if name in weights else ():

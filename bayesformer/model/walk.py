@@ -89,7 +89,7 @@ class Walk(pickle.Pickler):
         self._scopes = dict[int, Scope]()
 
     def run(self, root: Any) -> bytes:
-        """The bytes of a structure."""
+        """The bytes from which `root` can be built again, given the objects in `table`."""
         try:
             self.dump(root)
         except RecursionError:
@@ -111,7 +111,7 @@ class Walk(pickle.Pickler):
         return self._place(obj) if issubclass(kind, REFERRED) or kind is object or _is_constant(obj) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is built again."""
+        """How an object is built again: a pickle protocol hook, called once for every object."""
         if issubclass(type(obj), nn.Module):
             return self._module(obj)
         if type(obj) is FunctionType:

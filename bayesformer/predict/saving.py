@@ -192,7 +192,7 @@ def _first_format(folder: Path, saved: dict[str, Any], model: nn.Module) -> dict
     return {
         "model": model,
         "likelihood": likelihoods.from_json(saved["likelihood"]),
-        "law": from_tensors({name: tensor.to(space_device(model)) for name, tensor in tensors.items()}),
+        "law": from_tensors({name: tensor.to(device_of_model(model)) for name, tensor in tensors.items()}),
         "space": space,
         "noisy_draws": saved["noisy_draws"],
         "dropout_rate": rate,
@@ -203,6 +203,6 @@ def _first_format(folder: Path, saved: dict[str, Any], model: nn.Module) -> dict
     }
 
 
-def space_device(model: nn.Module) -> torch.device:
-    """The device of a model's first parameter."""
+def device_of_model(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter, on which its law is put."""
     return next(model.parameters()).device

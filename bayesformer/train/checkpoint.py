@@ -46,7 +46,7 @@ class Saver:
             _read(self.run, self.job, self.path, self.identity)
 
 
-def honoured_strategy(folder: Path | None, label: str, wanted: Strategy) -> tuple[Strategy, str | None]:
+def resume_strategy(folder: Path | None, label: str, wanted: Strategy) -> tuple[Strategy, str | None]:
     """The strategy for a stage whose checkpoints are in a folder, and why "auto" must not batch, if it must not.
 
     Members that were begun in lockstep go on in lockstep, those begun alone go on alone, in a loop or in processes,

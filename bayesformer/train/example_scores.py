@@ -46,4 +46,4 @@ def _tried(prototype: Prototype, held: tuple[str, ...], way: Scores) -> Params:
     objective = Objective(shell, prototype.likelihood, prototype.problem.num_data)
     noise = generator(0, "trial", device=shell.theta.device)
     with prototype.randomness.passing(noise, prototype.dropout_rate):
-        return way(objective, {THETA: shell.theta}, prototype.few)[2]
+        return way(objective, {THETA: shell.theta}, prototype.trial_batch)[2]

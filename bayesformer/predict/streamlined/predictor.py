@@ -56,7 +56,7 @@ class Streamlined:
         _check_eval(self.module)
         args, kwargs = split_inputs(map_inputs(inputs, self._wide))
         own = {name: value.clone() for name, value in self.buffers.items()}  # a pass may change them
-        with standing_in(self.module), _told_of_precision(bool(self.state)):
+        with standing_in(self.module), _explaining_precision_errors(bool(self.state)):
             return select_output(functional_call(self.module, {**self.state, **own, **parameters}, args, kwargs))
 
     def _wide(self, x: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ def as_outputs(output: Any) -> GaussianOutputs:
 
 
 @contextmanager
-def _told_of_precision(widened: bool) -> Iterator[None]:
-    """An error about precisions that do not fit, where frozen weights were widened, says why."""
+def _explaining_precision_errors(widened: bool) -> Iterator[None]:
+    """A context in which an error about unequal dtypes says that frozen weights were cast to float32, if they were."""
     try:
         yield
     except RuntimeError as error:
