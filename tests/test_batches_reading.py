@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from bayesformer.core.global_random import get_states
 from bayesformer.data import Stream, as_batches
-from bayesformer.data.global_random import get_states
 from tests.data_forms import Iterated, N, Pairs, Table, X, Y
 
 

@@ -206,10 +206,6 @@ def _restore(module: nn.Module, before: Any) -> None:
         hf.detach(module)
 
 
-def _holds_multihead(encoder: nn.Module) -> bool:
-    return any(isinstance(module, StochasticMultihead) for module in encoder.modules())
-
-
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:
     module.__class__ = kind
 

@@ -9,7 +9,7 @@ order, and differ by about 1e-7 of a value per pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -76,13 +76,6 @@ class MemberTask(Protocol):
     def shared(self) -> Mapping[str, Tensor]:
         """Tensors on the CPU that worker processes may map instead of getting copies."""
         ...
-
-
-class MemberResults(NamedTuple):
-    """The results of all members in their order, one per member or per group of them, and the strategy that ran."""
-
-    strategy: Chosen
-    results: list[Any]
 
 
 def choose(
@@ -157,26 +150,6 @@ class _Sizes(TorchFunctionMode):
         return result
 
 
-def run_members(
-    task: MemberTask,
-    members: Sequence[int],
-    strategy: Strategy = "auto",
-    workers: int | Workers | None = None,
-    reporter: Reporter | None = None,
-) -> MemberResults:
-    """The task's results for all members, in their order.
-
-    Args:
-        task: what to do.
-        members: their numbers.
-        strategy: "auto" chooses by `choose`; the others are taken, or refused with the reason.
-        workers: processes, used if there are two or more; None is 1, or all cores for strategy "processes".
-        reporter: told of progress.
-    """
-    chosen = decide(task, members, strategy, workers)
-    return MemberResults(chosen, run_as(task, members, chosen, workers, reporter))
-
-
 def decide(
     task: MemberTask,
     members: Sequence[int],
@@ -184,7 +157,7 @@ def decide(
     workers: int | Workers | None = None,
     veto: str | None = None,
 ) -> Chosen:
-    """The strategy that `run_members` takes; `veto` is a reason of the caller's why "auto" must not batch."""
+    """The strategy for these members, for `run_as`; `veto` is a reason of the caller's why "auto" must not batch."""
     check_strategy(strategy)
     if not members:
         raise ValueError("members must hold at least one member; got none.")

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from bayesformer.core.global_random import borrowed, get_states
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
-from bayesformer.data.global_random import borrowed, get_states
 from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import leaves
 from bayesformer.data.labels import split_labels

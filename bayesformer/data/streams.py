@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import torch
 
+from bayesformer.core.global_random import PrivateStream
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
-from bayesformer.data.global_random import PrivateStream
 from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves, map_inputs
 from bayesformer.data.labels import drop_labels, split_labels

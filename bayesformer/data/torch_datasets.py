@@ -14,8 +14,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from bayesformer.core.global_random import seed_states
 from bayesformer.data.collating import collate
-from bayesformer.data.global_random import seed_states
 from bayesformer.data.indexed import Loading
 from bayesformer.data.ragged import Padding
 

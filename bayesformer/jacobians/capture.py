@@ -37,6 +37,7 @@ from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.sites import Axis, GeneralSite, Part, Site, backpropagate
 from bayesformer.jacobians.use_recorder import UseKey, UseRecorder
 from bayesformer.model.calling import apply
+from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Space
 
 __all__ = ["Capture", "Site", "backpropagate"]
@@ -56,12 +57,7 @@ class Capture:
         for name in general:
             if name not in self.space.names:
                 raise unknown_name("inferred parameter", name, self.space.names)
-        training = next((path for path, module in model.named_modules() if module.training), None)
-        if training is not None:
-            raise ValueError(
-                "model must be in eval mode: dropout and running averages would make curvature random; "
-                f"got a model whose {training or 'root'} module is training. Call model.eval()."
-            )
+        check_eval(model, "dropout and running averages would make curvature random")
         self.model = model
         # A shell that was made without gradients has weights that could not be differentiated in.
         self.parameters = {name: model.get_parameter(name).requires_grad_() for name in self.space.names}

@@ -29,6 +29,7 @@ from bayesformer.laplace import low_rank_curvature as low_rank
 from bayesformer.laplace.passes import COLUMNS, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
+from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
 
@@ -117,7 +118,7 @@ def estimate(
     data, likelihood = as_batches(data, "data"), as_likelihood(likelihood)
     _check(structure, kind, samples, batch_size, rank)
     if space is None:
-        _check_eval(model)
+        check_eval(model, "dropout and running averages would make curvature random")
         space = Space.of(model)
         model = Skeleton(model, space).shell(gradients=False).module
     device = model.get_parameter(space.names[0]).device
@@ -184,15 +185,6 @@ def _check(structure: str, kind: str | None, samples: int, batch_size: int | Non
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
-
-
-def _check_eval(model: nn.Module) -> None:
-    training = next((path for path, module in model.named_modules() if module.training), None)
-    if training is not None:
-        raise ValueError(
-            "model must be in eval mode: dropout and running averages would make curvature random; "
-            f"got a model whose {training or 'root'} module is training. Call model.eval()."
-        )
 
 
 def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Batches) -> None:

@@ -16,11 +16,11 @@ from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import (
-    around,
     find_modes,
     mode_share,
     posterior_of,
     shortened,
+    subset_stage,
     vector_prior,
 )
 from bayesformer.train.training import Training
@@ -88,7 +88,7 @@ class Chains(ABC):
         )
         self.collect(sampling.steps)  # refuses draws that do not fit before the mode is searched for
         modes = find_modes(prototype, name, self.prior, share, self.chains)
-        part = around(prototype, modes, self.subset)
+        part = subset_stage(prototype, modes, self.subset)
         sampling = replace(
             sampling,
             prior=vector_prior(prototype, self.prior, part.space),

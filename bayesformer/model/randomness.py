@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.compat import TorchDispatchMode, tree_leaves
 from bayesformer.core.draws import Generators, drawing_from
-from bayesformer.core.seeds import GLOBAL_STREAMS, global_streams
+from bayesformer.core.global_random import GLOBAL_STREAMS, global_streams
 from bayesformer.model.pass_mode import (
     PassMode,
     bound,

@@ -14,6 +14,7 @@ from bayesformer.core.types import GaussianOutputs, Inputs, Params
 from bayesformer.data.inputs import map_inputs
 from bayesformer.laws import Law
 from bayesformer.model.calling import select_output, split_inputs
+from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Space
 from bayesformer.predict.joining import join_outputs
 from bayesformer.predict.linearised import Linearised
@@ -53,7 +54,7 @@ class Streamlined:
 
     def carry(self, inputs: Inputs, parameters: Mapping[str, Tensor]) -> Any:
         """The model's output on one batch with these parameters: uncertain where anything is."""
-        _check_eval(self.module)
+        check_eval(self.module, "a streamlined pass has no rule for random dropout")
         args, kwargs = split_inputs(map_inputs(inputs, self._wide))
         own = {name: value.clone() for name, value in self.buffers.items()}  # a pass may change them
         with standing_in(self.module), _explaining_precision_errors(bool(self.state)):
@@ -79,7 +80,7 @@ def streamlined_outputs(
     `module` holds the mean of the weights, in eval mode, and is used by this thread alone.
     """
     settings = settings or Settings()
-    _check_eval(module)
+    check_eval(module, "a streamlined pass has no rule for random dropout")
     if settings.mode == "correlated":
         return Linearised(module, space, law).over(batches, num_data)
     predictor = Streamlined(module, space, law, settings)
@@ -117,8 +118,3 @@ def _widened(module: nn.Module, space: Space) -> Params:
     named = [*module.named_parameters(), *module.named_buffers()]
     halves = (torch.bfloat16, torch.float16)
     return {name: t.detach().to(space.dtype) for name, t in named if t.dtype in halves and name not in space.names}
-
-
-def _check_eval(module: nn.Module) -> None:
-    if module.training:
-        raise ValueError("model must be in evaluation mode for a streamlined pass: call model.eval().")
