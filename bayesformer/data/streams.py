@@ -24,6 +24,8 @@ from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves,
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.order import num_steps
 
+COMPARED = 4  # units of two readings that tell whether a stream starts again
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -117,23 +119,35 @@ class Streamed(Batches):
         return items[0] if collate_fn is None else PrivateStream(fold(0, "in order"))(lambda: collate_fn(items))
 
     def _look_ahead(self, count: int) -> None:
-        """Read `count` units and keep them, with the reading that they began: the next pass goes on from there.
+        """Read `count` units; what cannot be read again is kept for the next epoch.
 
-        So no unit is lost, whether the stream can be read again or not.
+        An iterator is read once. Whether any other stream starts again is seen by opening it a second time: if its
+        first units are others, or fewer, then both readings are parts of a single pass.
         """
-
-        def read() -> None:
-            if self._kept is None:
-                self._kept = iter(self.source)
+        if self._kept is not None:
             self._ahead += islice(self._kept, max(0, count - len(self._ahead)))
+            return
+        self._ahead, iterator = self._opened(max(count, COMPARED))
+        if iterator is self.source:
+            self._kept = iterator
+            return
+        again, iterator = self._opened(len(self._ahead))
+        if not self._ahead or [_digest(unit) for unit in again] == [_digest(unit) for unit in self._ahead]:
+            return
+        self._ahead += again
+        self._kept = iterator
 
-        PrivateStream(fold(0, "in order"))(read)
+    def _opened(self, count: int) -> tuple[list[Any], Iterator[Any]]:
+        def read() -> tuple[list[Any], Iterator[Any]]:
+            iterator = iter(self.source)
+            return list(islice(iterator, count)), iterator
+
+        return PrivateStream(fold(0, "in order"))(read)
 
     def _open(self, epoch: int) -> Iterator[Any]:
         if self._kept is not None:
             ahead, rest, self._ahead, self._kept = self._ahead, self._kept, [], None
-            if epoch == 0 or rest is self.source:  # a stream that starts again is opened anew for later epochs
-                return chain(ahead, rest)
+            return chain(ahead, rest)
         if hasattr(self.source, "set_epoch"):  # Hugging Face streams and distributed samplers reshuffle by it
             self.source.set_epoch(epoch)
         return iter(self.source)
