@@ -218,7 +218,9 @@ def test_laplace_chooses_its_prior_on_labels_that_are_ignored():
     settings = {"structure": "diag", "subset": "*ln_f*", "prior_precision": "validation", "grid": 3, "draws": 5}
     posterior = bf.laplace(model, data, likelihood=NextToken(), validation=data, **settings)
     predictive = posterior.predict({"input_ids": tokens})
-    expected = evaluate.mean_log_likelihood(predictive, labels, NextToken().counted(labels))
+    counted = NextToken().counted(labels)
+    assert counted.sum(-1).tolist() == [3] * 6
+    expected = evaluate.mean_log_likelihood(predictive, labels, counted) / 3  # per token that counts
     assert posterior.facts["validation"] == pytest.approx(expected, rel=1e-5)
 
 

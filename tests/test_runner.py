@@ -81,7 +81,7 @@ def test_other_settings_are_other_cells():
 def test_a_setting_that_came_later_changes_no_key_at_its_default():
     """Stored results of mean_field know nothing of `predictive`, nor of `max_steps` in training, and still count."""
     (cell,) = plan(["toy/m1"], ["mean_field"], [0], TINY)
-    later = {"predictive", "samples", "max_steps", "evaluate_every", "precision", "buffers"}
+    later = {"predictive", "predict_local", "samples", "max_steps", "evaluate_every", "precision", "buffers"}
     before, training = (
         {name: value for name, value in settings.items() if name not in later}
         for settings in (cell.method_settings, cell.training)
@@ -606,9 +606,8 @@ def test_the_readme_and_the_help_show_the_same_commands():
 @pytest.mark.parametrize("method", METHODS)
 def test_the_stored_posterior_of_every_method_predicts_as_it_did(method, tmp_path, capsys):
     """Loaded on the plain model: what a method wraps or installs comes back with it, and so do the scores."""
-    known = {f.name for f in fields(METHODS[method])}  # two draws: four steps are too few for more
-    few = {"draws": 2} if "draws" in known else {"settings": {"draws": 2}} if "settings" in known else {}
-    (cell,) = plan(["toy/m1"], [{"name": method, **few}], [0], TINY)
+    training = {"epochs": 2, "batch_size": 1}  # small batches make enough steps for the draws of a chain
+    (cell,) = plan(["toy/m1"], [method], [0], {**TINY, "training": training})
     assert not runner.run([cell], Options(tmp_path)).failed
     folder = tmp_path / POSTERIORS / cell.folder
     task, posterior = load_posterior(folder)

@@ -117,32 +117,23 @@ class Streamed(Batches):
         return items[0] if collate_fn is None else PrivateStream(fold(0, "in order"))(lambda: collate_fn(items))
 
     def _look_ahead(self, count: int) -> None:
-        """Read `count` units; what cannot be read again is kept for the next epoch.
+        """Read `count` units and keep them, with the reading that they began: the next pass goes on from there.
 
-        Whether a stream starts again is seen by opening it a second time: if its first unit is another one, or none,
-        then both readings are parts of a single pass.
+        So no unit is lost, whether the stream can be read again or not.
         """
-        if self._kept is not None:
+
+        def read() -> None:
+            if self._kept is None:
+                self._kept = iter(self.source)
             self._ahead += islice(self._kept, max(0, count - len(self._ahead)))
-            return
-        self._ahead = self._opened(count)[0]
-        again, iterator = self._opened(1)
-        if not self._ahead or (again and _digest(again[0]) == _digest(self._ahead[0])):
-            return
-        self._ahead += again
-        self._kept = iterator
 
-    def _opened(self, count: int) -> tuple[list[Any], Iterator[Any]]:
-        def read() -> tuple[list[Any], Iterator[Any]]:
-            iterator = iter(self.source)
-            return list(islice(iterator, count)), iterator
-
-        return PrivateStream(fold(0, "in order"))(read)
+        PrivateStream(fold(0, "in order"))(read)
 
     def _open(self, epoch: int) -> Iterator[Any]:
         if self._kept is not None:
             ahead, rest, self._ahead, self._kept = self._ahead, self._kept, [], None
-            return chain(ahead, rest)
+            if epoch == 0 or rest is self.source:  # a stream that starts again is opened anew for later epochs
+                return chain(ahead, rest)
         if hasattr(self.source, "set_epoch"):  # Hugging Face streams and distributed samplers reshuffle by it
             self.source.set_epoch(epoch)
         return iter(self.source)

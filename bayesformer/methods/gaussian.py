@@ -238,7 +238,7 @@ class Swag:
 
 @dataclass(frozen=True)
 class Ekf:
-    """Extended Kalman filter: one pass over the data, each batch a Bayes update of a Gaussian."""
+    """Extended Kalman filter: one pass over the data, each batch updates a Gaussian by its empirical Fisher matrix."""
 
     kind: Literal["diag", "dense"] = "diag"
     """one precision per weight, or all of them (a few thousand weights)"""
@@ -288,7 +288,7 @@ class Ekf:
             module.law,
             prior=None,
             prior_in_objective=False,
-            training=replace(problem.training, epochs=1, max_steps=None),
+            training=replace(problem.training, epochs=1),
             held=held,
         )
 

@@ -149,7 +149,7 @@ class Prototype:
                 skeleton = Skeleton(prepared, self.space)
             shell = skeleton.shell(gradients=False)
             if problem.init != "given":
-                names = self.space.names if problem.init == "fresh" else self.space.select(problem.head).names
+                names = self.space.names if problem.init == "fresh" else self.space.select(problem.head, "head").names
                 draw_anew(shell, frozenset(names))
             elif given and member > 0:
                 redraw_untrained_adapters(shell)
