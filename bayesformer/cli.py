@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,9 +274,23 @@ def _run_and_report(
     return code
 
 
-def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace) -> int:
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """A context in which torch has this many threads; afterwards the process has as many as before.
+
+    Small models gain little from threads, and lose by a factor of 30 where another process has the core.
+    """
     import torch
 
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace) -> int:
     from bayesformer.bench.records import read_results
     from bayesformer.bench.runner import run
     from bayesformer.bench.tables import print_tables
@@ -286,15 +301,13 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
         raise ValueError(f"--workers must be at least 1; got {workers}.")
     if arguments.threads < 1:
         raise ValueError(f"--threads must be at least 1; got {arguments.threads}.")
-    # Small models gain little from threads, and lose by a factor of 30 where another process has the core.
-    torch.set_num_threads(arguments.threads)
     options = Options(
         folder,
         workers,
         getattr(arguments, "strategy", "auto"),
         not getattr(arguments, "no_posteriors", False),
     )
-    with bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
+    with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
         outcome = run(cells, options, reporter)
     keys = {(cell.task, cell.key, cell.seed) for cell in cells}
     print_tables([r for r in read_results(folder).results if (r["task"], r["key"], r["seed"]) in keys])

@@ -24,6 +24,7 @@ space, whatever the precision of the module.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.errors import unknown_name
+from bayesformer.core.errors import is_out_of_memory, unknown_name
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.sites import Axis, GeneralSite, Part, Site, backpropagate
@@ -39,6 +40,8 @@ from bayesformer.jacobians.use_recorder import UseKey, UseRecorder
 from bayesformer.model.calling import apply
 from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Space
+
+log = logging.getLogger("bayesformer")
 
 __all__ = ["Capture", "Site", "backpropagate"]
 
@@ -121,9 +124,10 @@ class Capture:
         """
         try:
             return self._probe(_repeated(inputs, PROBES[-1]), PROBES)
-        except (ValueError, RuntimeError, IndexError):
-            if len(first_tensor(inputs)) > 1:
+        except (ValueError, RuntimeError, IndexError) as error:
+            if len(first_tensor(inputs)) > 1 or is_out_of_memory(error):
                 raise
+            log.debug("probed on one example, since the model does not take it repeated: %s", error)
             return self._probe(inputs, (1,))
 
     def _probe(self, inputs: Inputs, sizes: tuple[int, ...]) -> tuple[Tensor, list[Site]]:

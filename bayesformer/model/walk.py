@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import logging
 import pickle
 import sys
 import threading
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from bayesformer.core.compat import COMPILED_CALL
 from bayesformer.model.admission import refuse_module
+
+log = logging.getLogger("bayesformer")
 
 PLAIN = frozenset({str, int, float, bool, type(None), tuple, list, dict, bytes, set, frozenset, complex})
 REFERRED = (
@@ -142,7 +145,8 @@ class Walk(pickle.Pickler):
         reducer = copyreg.dispatch_table.get(type(obj))
         try:
             return reducer(obj) if reducer is not None else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:  # an object's own code says that it cannot be copied, by whatever error: locks, files, ...
+        except Exception as error:  # an object's own code refuses to be copied, by whatever error: locks, files, ...
+            log.debug("an object of %s is shared, not copied: %r", type(obj).__qualname__, error)
             return self._share(obj)
 
     def _share(self, obj: Any) -> Any:
