@@ -53,9 +53,9 @@ def parser() -> argparse.ArgumentParser:
         "demo",
         help="compare seven methods on small data, and write a report page",
         description="Trains MLE, MAP, a deep ensemble, MC dropout, stochastic attention, a last-layer Laplace "
-        "approximation and SGHMC on the five toy series and on scikit-learn's handwritten digits, with shorter training "
-        "and fewer members than a benchmark would use; prints a table per task and writes a self-contained report page, "
-        "OUTPUT/report.html. Takes about three minutes on two cores. Call it again to resume.",
+        "approximation and SGHMC on the five toy series and on scikit-learn's handwritten digits, with shorter "
+        "training and fewer members than a benchmark would use; prints a table per task and writes a self-contained "
+        "report page, OUTPUT/report.html. Takes about three minutes on two cores. Call it again to resume.",
     )
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for results and page (demo/)")
     demo.add_argument("--seeds", type=int, default=2, help="training seeds (2)")
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     report = verbs.add_parser(
         "report",
         help="write the report page of a results folder",
-        description="Reads every result in a folder, in folders below it, too, and writes one self-contained HTML page: "
+        description="Reads every result in a folder, in folders below it, too, and writes one self-contained page: "
         "which method ranks first on each task, whether that is more than seed noise, and figures of its uncertainty. "
         "With --markdown or --choose it prints a table instead.",
     )
