@@ -106,9 +106,9 @@ def _add_report(verbs: Any) -> None:
     report = verbs.add_parser(
         "report",
         help="write the report page of a results folder",
-        description="Reads every result in a folder, in folders below it, too, and writes one self-contained HTML "
-        "page: which method ranks first on each task, whether that is more than seed noise, and figures of its "
-        "uncertainty. With --markdown or --choose it prints a table instead.",
+        description="Reads every result in a folder, in folders below it, too, and writes one self-contained page: "
+        "which method ranks first on each task, whether that is more than seed noise, and figures of its uncertainty. "
+        "With --markdown or --choose it prints a table instead.",
     )
     report.add_argument("results", type=Path, help="results folder, e.g. runs/")
     report.add_argument("--output", type=Path, help="the page (RESULTS/report.html)")
