@@ -9,8 +9,8 @@ from bayesformer.bench.planning import Cell, plan
 
 NOTE = (
     "Demo settings: short training (20 epochs on the series, 30 on the digits), 3 ensemble members, 10 draws of "
-    "dropout and of stochastic attention, a last-layer Laplace approximation and 1000 test sequences, where a benchmark uses "
-    "100, 80, 10, 30, all layers and 4000. Read it as a tour, not as a verdict."
+    "dropout and of stochastic attention, a last-layer Laplace approximation and 1000 test sequences, where a "
+    "benchmark uses 100, 80, 10, 30, all layers and 4000. Read it as a tour, not as a verdict."
 )
 METHODS = ("mle", "map", "ensemble", "mc_dropout", "attention", "laplace", "sghmc")
 SETTINGS: dict[str, dict[str, Any]] = {
