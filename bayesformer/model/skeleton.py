@@ -88,6 +88,7 @@ class Skeleton:
         self.origin = Origin([*_earlier(model), *_found(walk.table, names)])
         self.facts = self._facts(walk.shared)
         self.versions = self._versions()
+        self.samples = self._samples()
 
     def shell(self, gradients: bool = True, theta: Tensor | None = None) -> Shell:
         """The module with weights of its own: those of the model, or the vector `theta` (P,), used without a copy."""
@@ -133,12 +134,17 @@ class Skeleton:
         return module
 
     def changed(self) -> str | None:
-        """The first weight outside the Space that torch has written into since the walk; None if there is none.
+        """The first weight outside the Space that was written into since the walk; None if there is none.
 
-        Sees optimisers, load_state_dict and in-place operations, not writes through `.data`.
+        Sees optimisers, load_state_dict and in-place operations by torch's own count of writes, and writes through
+        `.data`, as PEFT merges adapters, by a few numbers of every weight.
         """
         now = self._versions()
-        return next((self.leaves[place].name for place in now if now[place] != self.versions[place]), None)
+        for place, writes in now.items():
+            leaf = self.leaves[place]
+            if writes != self.versions[place] or not torch.equal(_sampled(leaf.tensor), self.samples[place]):
+                return leaf.name
+        return None
 
     def build(self, resolve: Callable[[Leaf], Tensor]) -> tuple[nn.Module, dict[str, list[Any]], list[Any]]:
         """The module with tensors that `resolve` gives, gradient hooks by weight, and what weak references point to."""
@@ -174,6 +180,7 @@ class Skeleton:
         skeleton = cls.__new__(cls)
         skeleton.__dict__.update(load(structure, tensors))
         skeleton.versions = skeleton._versions()
+        skeleton.samples = skeleton._samples()
         return skeleton
 
     def __reduce__(self) -> Any:
@@ -194,6 +201,10 @@ class Skeleton:
 
     def _versions(self) -> dict[int, int]:
         return {place: version(leaf.tensor) for place, leaf in self.leaves.items() if leaf.role == "alias"}
+
+    def _samples(self) -> dict[int, Tensor]:
+        """A few numbers of every aliased weight, copied."""
+        return {place: _sampled(self.leaves[place].tensor).clone() for place in self.versions}
 
     def _facts(self, shared: dict[str, int]) -> Facts:
         narrow = [leaf for leaf in self.weights.values() if self.is_staged(leaf)]
@@ -253,3 +264,11 @@ def _earlier(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _found(table: list[Any], names: Mapping[int, str]) -> list[tuple[str, Tensor]]:
     tensors = [t for t in table if isinstance(t, Tensor) and (id(t) in names or isinstance(t, nn.Parameter))]
     return [(names.get(id(t), UNNAMED), t) for t in tensors]
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """(at most 16,): numbers of a tensor at equal distances; NaN counts as a number of its own."""
+    if not tensor.is_contiguous():
+        tensor = tensor.detach().flatten()
+    flat = tensor.detach().view(-1)
+    return torch.nan_to_num(flat[:: max(1, len(flat) // 16)][:16].float() if flat.is_floating_point() else flat[:16])

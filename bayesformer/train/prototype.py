@@ -23,7 +23,7 @@ from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
-from bayesformer.model.starting import draw_anew, redraw_untrained_adapters
+from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_adapters
 from bayesformer.train.problem import Problem
 
 TRIAL_EXAMPLES = 2  # examples that a model is tried on
@@ -55,6 +55,7 @@ class Prototype:
         with stream(problem.seed, "init", 0):
             self.model = problem.model if isinstance(problem.model, nn.Module) else problem.model()
             self.chosen = Space.of(self.model, problem.infer)
+            _refuse_merged(self.model, self.chosen)
             self.prepared = self.preparation(shadow(self.model, self.chosen.names))
         self.space = Space.of(self.prepared)
         self.skeleton = Skeleton(self.prepared, self.space)
@@ -192,6 +193,14 @@ class Prototype:
             self.likelihood.check(full, targets.to(outputs.device), None if mask is None else mask.to(outputs.device))
         except ValueError as error:
             raise ValueError(f"{label} data: {error}") from error
+
+
+def _refuse_merged(model: nn.Module, chosen: Space) -> None:
+    """Merged adapters are part of the base: their own weights have no gradient."""
+    if any(merged for _, merged, _ in adapters_of(model)) and any("lora_" in name for name in chosen.names):
+        raise ValueError(
+            "model must not have merged adapters, whose weights have no gradient. Call unmerge_adapter() first."
+        )
 
 
 @dataclass(frozen=True)
