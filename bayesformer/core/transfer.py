@@ -24,13 +24,7 @@ Mapped: TypeAlias = Mapping[int, "_Stored"]  # by the address of the memory that
 
 def pack(value: object, mapped: Mapped | None = None) -> bytes:
     """The value as bytes; tensors whose memory is in `mapped` become references to its file."""
-    try:
-        return _dump(value, dict(mapped or {}), compact=False)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise ValueError(
-            f"what worker processes are given must be able to leave this one; something in the model or data cannot: "
-            f"{error}. Take such attributes (locks, files, generators) off the model, or leave out workers."
-        ) from error
+    return _dump(value, dict(mapped or {}), compact=False)
 
 
 def pack_result(value: object) -> bytes:

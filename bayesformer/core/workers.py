@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import reprlib
 import sys
@@ -324,9 +325,11 @@ _short.maxother = _short.maxstring = 80
 def _packed(value: object, name: str, mapped: Any) -> bytes:
     try:
         return pack(value, mapped)
-    except Exception as error:
-        error.add_note(f"{name} cannot be sent to a worker process. Open files, locks and generators cannot be sent.")
-        raise
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ValueError(
+            f"{name} must be able to leave this process for a worker; something in it cannot: {error}. Take such "
+            "attributes (locks, open files, generators) off the model or the data, or leave out workers."
+        ) from error
 
 
 def _error(sent: bytes | None, trace: str, index: int) -> Exception:

@@ -120,8 +120,8 @@ def check_labels(classes: int, targets: Tensor, kept: Tensor, ignore_index: int,
     """Raise ValueError unless targets are integers, some are counted, and those are class numbers."""
     if targets.dtype == torch.bool:
         raise ValueError(
-            f"targets of a {name} likelihood must be integers; got torch.bool. Call .long() on labels; "
-            "a mask comes third: (inputs, targets, mask)."
+            f"targets of a {name} likelihood must be integers; got torch.bool, which looks like a mask. "
+            "A mask comes third, (inputs, targets, mask); call .long() if these are labels."
         )
     if targets.is_floating_point():
         raise ValueError(f"targets of a {name} likelihood must be integers; got {targets.dtype}.")
