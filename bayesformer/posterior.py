@@ -102,11 +102,12 @@ class Posterior:
         return self.walked[1]
 
     def _walk(self) -> Skeleton:
-        with stream(0, "preparation"):  # what it draws is overwritten by the law
-            prepared = self.preparation(shadow(self.model, self.infer))
+        tree = shadow(self.model, self.infer)
         with torch.no_grad():
             for name, value in self.frozen.items():
-                prepared.get_parameter(name).data = value
+                tree.get_parameter(name).data = value
+        with stream(0, "preparation"):  # what it draws is overwritten by the law
+            prepared = self.preparation(tree)
         return Skeleton(prepared, self.space)
 
     @cached_property
