@@ -104,6 +104,8 @@ def report(arguments: argparse.Namespace) -> int:
 
     target = arguments.output or arguments.results / "report.html"
     _check_file(target, "--output")
+    if arguments.metric and not arguments.markdown:
+        raise ValueError(f"--metric goes with --markdown; a page shows every metric. Got --metric {arguments.metric}.")
     stored = _read_results(arguments.results)
     results = stored.results
     if arguments.markdown or arguments.choose:
@@ -292,6 +294,7 @@ def _threads(count: int) -> Iterator[None]:
 
 def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace) -> int:
     from bayesformer.bench.records import read_results
+    from bayesformer.bench.report.wording import count
     from bayesformer.bench.runner import run
     from bayesformer.bench.tables import print_tables
     from bayesformer.bench.trial import Options
@@ -311,7 +314,7 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
         outcome = run(cells, options, reporter)
     keys = {(cell.task, cell.key, cell.seed) for cell in cells}
     print_tables([r for r in read_results(folder).results if (r["task"], r["key"], r["seed"]) in keys])
-    print(f"{len(outcome.done)} cells run, {outcome.skipped} were there already, results in {folder}/")
+    print(f"{count(len(outcome.done), 'cell')} run, {outcome.skipped} were there already, results in {folder}/")
     for cell, problem in outcome.failed:
         print(f"FAILED {cell}: {problem}", file=sys.stderr)
     return 1 if outcome.failed else 0

@@ -394,6 +394,7 @@ def checkpoints_of(cell, folder):
             "unknown setting of the methods in these results 'zzz'. Known: draws",
         ),
         (["report", "results/ekf", "--choose", "draws"], "setting 'draws' must have several values in the runs of one"),
+        (["report", "results/ekf", "--metric", "crps"], "--metric goes with --markdown; a page shows every metric."),
         (["report", "/nowhere"], "results folder /nowhere does not exist"),
         (["predict", "/nowhere", "x.csv"], "does not exist"),
     ],

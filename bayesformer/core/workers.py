@@ -8,6 +8,7 @@ long as importing torch, several seconds; a `Workers` that is kept open serves m
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pickle
@@ -36,6 +37,7 @@ from bayesformer.core.transfer import mapped_file, pack, unpack
 
 POLL_SECONDS = 0.1  # between looks at the files of the workers
 LAST_WORDS = 2000  # characters of a dead worker's standard error that its error repeats
+EXTENSIONS = re.compile(r"^Extension modules: .*$", re.MULTILINE)  # a long line that ends Python's report of a crash
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -273,8 +275,6 @@ class _Slot:
             self._wait_until_taken()
             self.executor.shutdown(wait=True, kill_workers=True)
             self.executor = self.future = None
-            self.news.close()
-            self.words.close()
 
     def listen(self, reporter: Reporter) -> None:
         """Pass on what the worker has reported and written to standard error since the last time."""
@@ -298,9 +298,7 @@ class _Slot:
 
         self.lives += 1
         files = [self.folder / f"{self.number}-{self.lives}.{kind}" for kind in ("news", "stderr")]
-        for path in files:
-            path.touch()
-        self.news, self.words = (path.open(encoding="utf-8", errors="replace") for path in files)
+        self.news, self.words = map(_Tail, files)
         self.unfinished = ""
         where = (str(self.folder), *map(str, files), os.getpid())
         self.executor = ProcessPoolExecutor(1, initializer=become_worker, initargs=where, env=ONE_THREAD)
@@ -312,10 +310,27 @@ class _Slot:
         how = f"signal {name}" if code.startswith("-") else f"exit code {code}" if code else str(error)
         if name == "SIGKILL":
             how += ", perhaps by the system for want of memory"
-        self.words.seek(0)
-        words = self.words.read()[-LAST_WORDS:].strip()
+        words = self.words.path.read_text(encoding="utf-8", errors="replace")
+        words = EXTENSIONS.sub("", words)[-LAST_WORDS:].strip()
         said = f" The end of its standard error:\n{words}" if words else " It wrote nothing to standard error."
         return WorkerDiedError(f"a worker process died at arguments[{index}] = {_short.repr(argument)}: {how}.{said}")
+
+
+class _Tail:
+    """What a worker appends to a file, read from where the last look ended; the file is open during a look only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.place = path, 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a look may end inside a character
+        path.touch()
+
+    def read(self) -> str:
+        """The text that was appended since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            content = file.read()
+        self.place += len(content)
+        return self.decoder.decode(content)
 
 
 _short = reprlib.Repr()
