@@ -8,7 +8,7 @@ A model, a likelihood and a method give a posterior; a posterior and an input gi
 and a target give a score (`bayesformer.evaluate`).
 """
 
-from bayesformer import attention, evaluate, likelihoods
+from bayesformer import attention, likelihoods
 from bayesformer.core.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.core.types import Batch
 from bayesformer.data import Data, Stream
@@ -85,7 +85,6 @@ __all__ = [
     "attention",
     "convert",
     "convert_concrete",
-    "evaluate",
     "fit",
     "kl_divergence",
     "laplace",

@@ -10,6 +10,7 @@ from torch import distributions as D
 from torch.nn import functional as F
 
 import bayesformer as bf
+from bayesformer import evaluate
 from bayesformer.core.types import Draws, GaussianOutputs
 from bayesformer.laplace import estimate
 from bayesformer.likelihoods import (
@@ -282,7 +283,7 @@ def test_poisson_predictive_is_the_mixture():
     assert (PoissonPredictive(log_rates[:1]).epistemic == 0).all()
     kept = torch.tensor([True, False, True, True])
     torch.testing.assert_close(predictive.select(kept).log_prob(y[kept]), predictive.log_prob(y)[kept])
-    torch.testing.assert_close(bf.evaluate.log_likelihood(predictive, y, kept), predictive.log_prob(y) * kept)
+    torch.testing.assert_close(evaluate.log_likelihood(predictive, y, kept), predictive.log_prob(y) * kept)
     with pytest.raises(ValueError, match=r"link must be 'mc' for this likelihood; got 'probit'"):
         Poisson().predictive(GaussianOutputs(log_rates[:1], log_rates[:1].exp()), "probit")
 

@@ -25,6 +25,7 @@ from bayesformer.bench.report.colours import PALETTE, THEME
 from bayesformer.bench.report.examples import png
 from bayesformer.bench.report.markup import Shared, tag
 from bayesformer.bench.report.plot import Plot, marker, thinned
+from bayesformer.bench.tables import print_tables
 
 METHODS = {"mle": 0.0, "ensemble": 1.0, "laplace": 0.35, "sghmc": 0.6}  # how much each gains
 
@@ -296,6 +297,48 @@ def test_missing_values_are_dashes_and_failures_are_counted(tmp_path):
     assert table["a1 failed run"]["Difference to MLE"] == "+0.900 [n/a]"
     assert set(table["b2 failed runs"].values()) == {"–b2 failed runs", "–", "n/a"}
     assert "which flatters the mean" in page.text
+
+
+def test_training_that_has_not_converged_is_marked(tmp_path, capsys):
+    results = series("t", {"mle": (1.0, 1.1), "a": (2.0, 2.1), "b": (0.0, 0.1)})
+    for run, converged in zip(results, ([True], [True], [True, False], [True, True], [None], None), strict=True):
+        run["fit"] = {"converged": converged}
+    page = page_of(results, tmp_path)
+    assert list(ranking(page)) == ["a↗", "mle", "b"]  # b is too short to tell, or was stored before this was recorded
+    (mark,) = [found for name, found in page.elements if name == "span" and found.get("class") == "rising"]
+    assert mark["title"] == mark["aria-label"] == "has not converged in 1 of 2 runs"
+    assert "↗ has not converged: the training objective still rose when training ended." in page.text
+    print_tables([{**run, "cost": {}} for run in results])
+    shown = capsys.readouterr().out
+    assert "a ↗ " in shown
+    assert shown.count("↗") == 2  # behind the name and in the legend
+    assert "↗" not in page_of(results[:2], tmp_path).text
+
+
+def test_settings_that_came_later_do_not_part_results_from_those_stored_before(tmp_path):
+    """A result of today names settings that older ones lack; at their defaults they are the same training."""
+    before = [result(seed=seed, settings={"training": {"epochs": 3}}) for seed in range(2)]
+    training = {"epochs": 3, "max_steps": None, "precision": "float32"}
+    today = [result(method="a", seed=seed, settings={"training": training}) for seed in range(2)]
+    page = page_of([*before, *today, result(seed=2, settings={"training": training})], tmp_path)
+    assert [name for name in page.tables if "methods ranked" in name] == ["t: methods ranked by log-likelihood"]
+    assert "were not run with the same" not in page.text
+    other = result(method="b", settings={"training": {**training, "max_steps": 5}})
+    assert "not run with the same training.max_steps" in page_of([*before, *today, other], tmp_path).text
+
+
+def test_of_very_many_methods_the_header_names_kinds_and_folds_the_ranks(tmp_path):
+    variants = [result(task, "vi", value=i, variant=f"draws={i}") for task in ("t", "u") for i in range(30)]
+    page = page_of([*variants, result("t", "mle"), result("u", "sgld")], tmp_path)
+    facts = page.text.split("What the methods")[0].split("Seeds")[0]
+    assert "vi (30 variants)" in facts
+    assert "draws=" not in facts
+    assert "sgld on t and mle on u: not run, or failed" in page.text.replace("\n", " ")
+    folded = (tmp_path / "page.html").read_text().split("Rank of every method</summary>")
+    assert len(folded) == 2
+    few = page_of(series("t", {"mle": (1.0,), "a": (2.0,)}) + series("u", {"mle": (1.0,), "a": (2.0,)}), tmp_path)
+    assert "Rank of every method on every task" in few.text
+    assert "Rank of every method</summary>" not in (tmp_path / "page.html").read_text()
 
 
 def test_method_missing_on_one_task(tmp_path):
