@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from bayesformer.core.errors import unknown_name
 if TYPE_CHECKING:
     from bayesformer.bench.records import Stored
 
-SAID = 10
-"""Lines of one kind on standard error; of more the number is said."""
+MAX_LINES = 10
+"""lines of one kind that are printed to standard error; of the others only their number"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,8 +184,8 @@ def results(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         packing = pack(folder)
         print(f"{packing.path}: {packing.cells} cells, {packing.moved} of them from files of their own")
-        _say([f"{cell}: of its results the latest was kept" for cell in packing.replaced])
-        _say([f"left: {text}" for text in packing.left])
+        _print_to_stderr([f"{cell}: of its results the latest was kept" for cell in packing.replaced])
+        _print_to_stderr([f"left: {text}" for text in packing.left])
         code = 1 if packing.left else code
     return code
 
@@ -245,19 +246,19 @@ def _read_results(folder: Path) -> Stored:
     from bayesformer.bench.records import read_results
 
     stored = read_results(folder)
-    _say([f"skipped: {text}" for text in stored.damaged])
-    _say(stored.repeated)
+    _print_to_stderr([f"skipped: {text}" for text in stored.damaged])
+    _print_to_stderr(stored.repeated)
     if not stored.results:
         raise ValueError(f"results folder {folder} must hold at least one result that can be read; it holds none.")
     return stored
 
 
-def _say(lines: Sequence[str]) -> None:
+def _print_to_stderr(lines: Sequence[str]) -> None:
     """The first lines on standard error, and how many there are besides."""
-    for line in lines[:SAID]:
+    for line in lines[:MAX_LINES]:
         print(line, file=sys.stderr)
-    if len(lines) > SAID:
-        print(f"and {len(lines) - SAID} more like this.", file=sys.stderr)
+    if len(lines) > MAX_LINES:
+        print(f"and {len(lines) - MAX_LINES} more like this.", file=sys.stderr)
 
 
 def _run_and_report(
@@ -275,9 +276,23 @@ def _run_and_report(
     return code
 
 
-def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace) -> int:
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """A context in which torch has this many threads; afterwards the process has as many as before.
+
+    Small models gain little from threads, and lose by a factor of 30 where another process has the core.
+    """
     import torch
 
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace) -> int:
     from bayesformer.bench.records import read_results
     from bayesformer.bench.report.wording import count
     from bayesformer.bench.runner import run
@@ -289,15 +304,13 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
         raise ValueError(f"--workers must be at least 1; got {workers}.")
     if arguments.threads < 1:
         raise ValueError(f"--threads must be at least 1; got {arguments.threads}.")
-    # Small models gain little from threads, and lose by a factor of 30 where another process has the core.
-    torch.set_num_threads(arguments.threads)
     options = Options(
         folder,
         workers,
         getattr(arguments, "strategy", "auto"),
         not getattr(arguments, "no_posteriors", False),
     )
-    with bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
+    with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
         outcome = run(cells, options, reporter)
     keys = {(cell.task, cell.key, cell.seed) for cell in cells}
     print_tables([r for r in read_results(folder).results if (r["task"], r["key"], r["seed"]) in keys])

@@ -61,9 +61,16 @@ def fit(
         strategy: how members run: "auto" (by the size of the problem), "looped", "batched" or "processes".
         workers: worker processes to use; none by default. Each has one torch thread: their results equal those of the
             loop bit for bit if the loop, too, runs on one thread (`torch.set_num_threads(1)`).
-        checkpoint: a folder for checkpoints; an interrupted fit called again resumes from it.
+        checkpoint: a folder for checkpoints; an interrupted fit called again resumes from it, with the start it had
+            then. One folder for one fit: another model, other data or settings are refused.
         progress: show progress bars; by default on a terminal.
     """
+    if isinstance(method, type):
+        raise ValueError(
+            f"method must be an object, not a class; got {method.__name__}. Did you mean {method.__name__}()?"
+        )
+    if not callable(model):  # a module is callable, too
+        raise ValueError(f"model must be an nn.Module or a function that builds one; got {type(model).__name__}.")
     with bars(progress) as reporter:
         problem = Problem(
             model=model,

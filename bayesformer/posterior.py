@@ -23,6 +23,7 @@ from bayesformer.data.unlabelled import InputBatches
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood, links
+from bayesformer.likelihoods.language import decoder_inputs
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import Predictive
 from bayesformer.model.randomness import find_randomness
@@ -35,7 +36,7 @@ from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.ways import Way, check_way
 
-FEW = 2  # examples of a trial pass
+TRIAL_EXAMPLES = 2  # examples of a trial pass
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Posterior:
     """what is known of its making: method and settings, data fingerprint, N, strategy, whether it converged"""
     frozen: Params = field(default_factory=dict, repr=False)
     """weights outside the space that no model holds: those that a building function drew at random"""
+    walked: tuple[Any, Skeleton] | None = field(default=None, repr=False, compare=False)
+    """the skeleton, made with the posterior so that later changes of the model are no part of it, and its origin"""
 
     def __post_init__(self) -> None:
         if vars(self)["space"] is None:
@@ -83,15 +86,28 @@ class Posterior:
             raise ValueError(f"law must have {self.space.size} numbers per draw for this model; got {self.law.size}.")
         check_way(self.predictive)
         links.check_link(self.link)
+        made = None if self.walked is None else self.walked[0]
+        if made != self._origin:
+            object.__setattr__(self, "walked", (self._origin, self._walk()))
 
-    @cached_property
+    @property
+    def _origin(self) -> tuple[Any, ...]:
+        """What a skeleton is made of: another one is made where this is another."""
+        return id(self.model), self.space, self.infer, repr(self.preparation), tuple(self.frozen)
+
+    @property
     def skeleton(self) -> Skeleton:
-        """The prepared model, ready to make shells."""
-        with stream(0, "preparation"):  # what it draws is overwritten by the law
-            prepared = self.preparation(shadow(self.model, self.infer))
+        """The prepared model as it was when the posterior was made, ready to make shells."""
+        assert self.walked is not None
+        return self.walked[1]
+
+    def _walk(self) -> Skeleton:
+        tree = shadow(self.model, self.infer)
         with torch.no_grad():
             for name, value in self.frozen.items():
-                prepared.get_parameter(name).data = value
+                tree.get_parameter(name).data = value
+        with stream(0, "preparation"):  # what it draws is overwritten by the law
+            prepared = self.preparation(tree)
         return Skeleton(prepared, self.space)
 
     @cached_property
@@ -120,17 +136,17 @@ class Posterior:
         return Pool(lambda: Linearised(self._mean_shell().module, self.space, self.law))
 
     @contextmanager
-    def _at_rest(self, data: InputBatches) -> Iterator[Pool[Linearised]]:
-        """Around passes at the mean; a model that draws random numbers there draws from a stream of their own.
+    def _passes_at_mean(self, data: InputBatches) -> Iterator[Pool[Linearised]]:
+        """A context for passes at the mean of the law, in evaluation mode; yields the pool of linearised networks.
 
-        Gives what lends linearised networks: those of such a model are made anew for each question, since what they
-        find on their first batch takes random numbers, too.
+        A model that draws random numbers even then takes them from a stream of its own. Its linearised networks are
+        made anew for each call, since the trial on their first batch draws random numbers, too.
         """
-        if "at rest" not in self._known:
-            few = inputs_to(data.first(FEW), self.device)
+        if "evaluation randomness" not in self._known:
+            trial_inputs = inputs_to(data.first(TRIAL_EXAMPLES), self.device)
             with self.at_mean.borrow() as shell, torch.no_grad():
-                self._known["at rest"] = find_randomness(shell.module, lambda: shell(few))
-        found = self._known["at rest"]
+                self._known["evaluation randomness"] = find_randomness(shell.module, lambda: shell(trial_inputs))
+        found = self._known["evaluation randomness"]
         with found.passing(generator(0, "mean", device=self.device)):
             yield self._linearised if found.kind == "none" else Pool(self._linearised.make)
 
@@ -157,13 +173,14 @@ class Posterior:
 
     def module(self, draw: int = 0, seed: int = 0) -> nn.Module:
         """A plain copy of the model with the weights and buffers of one draw, in evaluation mode."""
+        self._check_base()
         return self.skeleton.plain(self.law.row(draw, seed), buffers_of(self.law, draw)).eval()
 
     def attention_maps(self, inputs: Inputs, draws: int | None = None, seed: int = 0) -> list[AttentionMap]:
         """Mean and spread of every attention map over the draws that `predict` makes, layer by layer."""
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else self.law.available)
-        batch = next(as_inputs(inputs, "inputs").in_order(2**62, self.device))
+        batch = next(self._inputs(inputs).in_order(2**62, self.device))
         with self.shells.borrow() as shell:
             sampler = Sampler(shell, self._plan(count, seed), count, batch, "looped")
             with MapRecorder(shell.module) as recorder:
@@ -194,7 +211,7 @@ class Posterior:
             strategy: how draws run, for "sampled": "auto" (by the size of the problem), "looped" or "batched".
             settings: for "streamlined", a `bayesformer.predict.streamlined.Settings`.
         """
-        way, data = self._way(predictive), as_inputs(inputs, "inputs")
+        way, data = self._way(predictive), self._inputs(inputs)
         if way != "sampled":
             return self._gaussian_outputs(way, data, self._batch_size(batch_size), settings)
         found = self._sampled(data, draws, seed, batch_size, strategy, lambda outputs: {"values": outputs})
@@ -203,8 +220,8 @@ class Posterior:
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
         _check_gaussian(self, "linearised")
-        data = as_inputs(inputs, "inputs")
-        with self._at_rest(data) as pool, pool.borrow() as linearised:
+        data = self._inputs(inputs)
+        with self._passes_at_mean(data) as pool, pool.borrow() as linearised:
             return linearised.joint(next(data.in_order(2**62, self.device)))
 
     def predict(
@@ -231,7 +248,7 @@ class Posterior:
             chosen = self.link if link is None else link
             return self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
         latest: list[Any] = []
-        data = as_inputs(inputs, "inputs")
+        data = self._inputs(inputs)
         tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, latest))
         return replace(latest[0], **tensors)
 
@@ -247,12 +264,13 @@ class Posterior:
     ) -> Iterator[Predictive]:
         """Predictives of some examples at a time, in order: for data of any length in bounded memory.
 
-        Each is what `predict` says of those examples, by draws of the weights: a few thousand examples, or a batch
-        where that many would be more than 2²⁴ numbers. Options as for `predict`.
+        Each is what `predict` says of a group of up to `ROUND` examples, fewer where their outputs under all draws
+        would be more than `ROUND_NUMBERS` numbers. Always by draws of the weights ("sampled"). Options
+        as for `predict`.
         """
         latest: list[Any] = []
         convert = self._converter(link, latest)
-        data = as_inputs(inputs, "inputs")
+        data = self._inputs(inputs)
         with self.shells.borrow() as shell:
             sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
             size = self._pass_size(sampler, data, batch_size)
@@ -269,6 +287,15 @@ class Posterior:
             return tensors_of(predictive)
 
         return convert
+
+    def _inputs(self, given: Any) -> InputBatches:
+        """Inputs in any form; of an encoder-decoder model with the decoder inputs that its labels make."""
+        if isinstance(given, Mapping) and isinstance(given.get("labels"), Tensor):
+            inputs = {name: value for name, value in given.items() if name != "labels"}
+            return as_inputs(decoder_inputs(self.model, inputs, given["labels"]), "inputs")
+        data = as_inputs(given, "inputs")
+        decoder_inputs(self.model, data.first(1))  # refuses an encoder-decoder model without any
+        return data
 
     def _sampled(
         self,
@@ -296,9 +323,9 @@ class Posterior:
         count = self.draws if draws is None else draws
         self._check_draws(count, None if self.noisy_draws else self.law.available)
         self._check_base()
-        few = inputs_to(data.first(FEW), self.device)
+        trial_inputs = inputs_to(data.first(TRIAL_EXAMPLES), self.device)
         examples = min(self._batch_size(batch_size), data.num_data or ROUND)
-        return Sampler(shell, self._plan(count, seed), count, few, strategy, self._known, examples)
+        return Sampler(shell, self._plan(count, seed), count, trial_inputs, strategy, self._known, examples)
 
     def _plan(self, count: int, seed: int) -> DrawPlan:
         noisy = bool(self.noisy_draws)
@@ -353,11 +380,11 @@ class Posterior:
         self._check_base()
         batches = data.in_order(batch_size, self.device)
         if way == "linearised":
-            with self._at_rest(data) as pool, pool.borrow() as linearised:
+            with self._passes_at_mean(data) as pool, pool.borrow() as linearised:
                 return linearised.over(batches, data.num_data)
         from bayesformer.predict.streamlined import streamlined_outputs
 
-        with self._at_rest(data), self.at_mean.borrow() as shell:
+        with self._passes_at_mean(data), self.at_mean.borrow() as shell:
             return streamlined_outputs(shell.module, self.space, self.law, batches, settings)
 
     @staticmethod
@@ -370,6 +397,7 @@ class Posterior:
 
     def save(self, folder: str | Path) -> Path:
         """Write `posterior.safetensors` and `posterior.json` to a folder."""
+        self._check_base()
         return saving.save(self, Path(folder))
 
     @classmethod
@@ -386,11 +414,13 @@ class Posterior:
         return self  # a value: nothing that is asked of it changes it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # pools and trial results are made anew
+        # pools and trial results are made anew, and so is the skeleton, of the model that arrives
+        return {f.name: None if f.name == "walked" else getattr(self, f.name) for f in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "walked", (self._origin, self._walk()))
 
     def __repr__(self) -> str:
         name = self.facts.get("method", {}).get("name", type(self.law).__name__)

@@ -150,10 +150,20 @@ def check_cell(method: str, kind: str, folder: Path) -> str:
     for way, answers in alone.items():
         assert all(answer.finite for answer in answers), f"{way}: NaN, or nothing"
     assert method in CERTAIN or alone["sampled"][0].varies, "all draws are equal"
+    check_trained(posterior, example)
     check_refused_ways(posterior, example, kind)
     check_loaded(kind, folder, example, alone)
     check_threads(posterior, asked, alone)
     return ""
+
+
+def check_trained(posterior: Posterior, example: Example) -> None:
+    """Training has moved the weights, most of them: an output does not depend on all weights of every model."""
+    own = dict(example.model.named_parameters(remove_duplicate=False))
+    own |= {f"model.{name}": p for name, p in own.items() if f"model.{name}" not in own}  # as random networks name them
+    found = posterior.space.views(posterior.theta[0])
+    moved = [not torch.equal(value, own[name].to(value)) for name, value in found.items() if name in own]
+    assert sum(moved) > len(moved) / 2, f"training moved {sum(moved)} of {len(moved)} weights"
 
 
 def check_refusal(method: str, kind: str, expected: str) -> str:

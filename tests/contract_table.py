@@ -24,9 +24,10 @@ This page is generated: `make contract` fits every method on every kind of model
 it. Do not edit it.
 
 ✓ means that all of this holds, on a small model of that kind: the fit works; so does `predict` in every way that the
-posterior allows; a saved posterior is loaded with the plain model and gives equal predictions, bit for bit; eight
-threads at once get what one thread gets; the model that was given is untouched (weights, gradients, flags, modes,
-buffers, hooks, configuration), and so are torch's settings and the random states of torch, numpy and `random`.
+posterior allows, and draws differ; a saved posterior is loaded with the plain model and gives equal predictions, bit
+for bit; eight threads at once get what one thread gets; the model that was given is untouched (weights, gradients,
+flags, modes, buffers, hooks, configuration), and so are torch's settings and the random states of torch, numpy and
+`random`.
 A number is a refusal before training, with the reason below.
 
 """

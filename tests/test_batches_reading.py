@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from bayesformer.data import Stream, as_batches
-from bayesformer.data.global_random import get_states
+from bayesformer.core.global_random import get_states
+from bayesformer.data import Stream, as_batches, as_inputs
 from tests.data_forms import Iterated, N, Pairs, Table, X, Y
 
 
@@ -247,6 +247,13 @@ def test_a_stream_that_cannot_start_again_loses_nothing_to_first():
         assert torch.equal(batches.first(2).inputs, X[:2])
         assert torch.equal(batches.first(4).inputs, X[:4])
         assert torch.equal(inputs(batches), X)
+
+
+def test_a_generator_that_begins_with_equal_rows_loses_none_of_them():
+    rows = [torch.zeros(2)] * 5 + [torch.tensor([float(i), 1.0]) for i in range(15)]
+    found = as_inputs((row for row in rows), "inputs")
+    found.first(2)
+    assert torch.equal(torch.cat(list(found.in_order(4))), torch.stack(rows))
 
 
 def test_a_loader_over_a_generator_loses_nothing_to_first():

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bayesformer.core.compat import transformed
 from bayesformer.jacobians import batched_backward
 from bayesformer.jacobians.capture import Capture, backpropagate, mismatches
 from bayesformer.jacobians.use_recorder import UseRecorder
+from bayesformer.laplace.estimate import estimate
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from tests.curvature_zoo import MODELS, build, inferred
@@ -511,3 +513,41 @@ def test_faster_functions_take_what_those_they_stand_in_for_take():
         with UseRecorder([], 3, {}):
             found = call()
         torch.testing.assert_close(found, call())
+
+
+class _Refusing(torch.autograd.Function):
+    """The identity, whose backward pass refuses batched gradients with an error of the kind it is given."""
+
+    @staticmethod
+    def forward(ctx, x, kind):
+        ctx.kind = kind
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if transformed():
+            raise ctx.kind("no batched backward pass")
+        return grad, None
+
+
+class Refusing(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers, self.kind = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), kind
+
+    def forward(self, x):
+        return self.layers[2](_Refusing.apply(self.layers[:2](x), self.kind))
+
+
+def test_columns_go_back_one_by_one_where_they_must_but_not_after_running_out_of_memory(caplog):
+    torch.manual_seed(0)
+    model, data = Refusing(RuntimeError).eval(), (torch.randn(6, 3), torch.arange(6) % 3)
+    with caplog.at_level("DEBUG", "bayesformer"):
+        found = estimate(model, "categorical", data, "diag")
+    assert "columns go back one after another: no batched backward pass" in caplog.text
+    expected = estimate(model.layers, "categorical", data, "diag")
+    for one, other in zip(found.structures, expected.structures, strict=True):
+        torch.testing.assert_close(one.values, other.values)
+    model.kind = torch.OutOfMemoryError
+    with pytest.raises(torch.OutOfMemoryError, match="no batched backward pass"):
+        estimate(model, "categorical", data, "diag")

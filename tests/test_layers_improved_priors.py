@@ -15,7 +15,7 @@ MODELS = {
     "classifier": lambda: SequenceClassifier(Encoder(4, depth=2), 7, 3),
     "vit": lambda: VisionTransformer(8, 4, 1, 3, dim=4),
 }
-# embedding, attention, MLP, projection, as in the thesis
+# embedding, attention, MLP, projection, as in Cinquin et al. (2021)
 TABLES = {
     "m1": (StudentT(13, 0, 0.03), StudentT(5, 0, 1e-4), StudentT(6, 0, 1e-4), Cauchy(0, 0.6)),
     "m2": (LaplaceDistribution(0, 0.035), StudentT(4, 0, 1e-4), StudentT(5, 0, 1.5e-4), LaplaceDistribution(0, 0.01)),

@@ -212,3 +212,55 @@ def test_labels_must_line_up_and_some_must_count():
     torch.testing.assert_close(
         bf.loss(linear, torch.ones(3, 2), labels, likelihood="categorical", num_data=3), expected
     )
+
+
+def both_random():
+    torch.manual_seed(0)
+    plain = Tagger(Encoder(dim=8, heads=2), V, 3)
+    return install(bf.convert(plain, "gaussian", rho=-2.0), "weibull", prior="contextual", spread=3.0).train()
+
+
+def converted():
+    torch.manual_seed(0)
+    return bf.convert(Tagger(Encoder(dim=8, heads=2), V, 3), "gaussian", rho=-2.0).train()
+
+
+def with_concrete():
+    torch.manual_seed(0)
+    return bf.convert_concrete(Tagger(Encoder(dim=8, heads=2), V, 3)).train()
+
+
+RANDOM = {"attention": lambda: installed(bert_tokens), "weights": converted, "concrete": with_concrete}
+
+
+@pytest.mark.parametrize("prior", [None, "normal(0, 0.5)"])
+@pytest.mark.parametrize("build", [*RANDOM.values(), both_random], ids=[*RANDOM, "both"])
+def test_the_log_joint_is_minus_the_loss_with_the_kl_of_what_is_random(build, prior):
+    model, labels = build(), IDS % 3
+    joint = bf.log_joint(model, "categorical", prior, 5)
+    params = {name: weight.detach() for name, weight in model.named_parameters()}
+    torch.manual_seed(1)
+    value, _ = joint(params, Batch(IDS, labels))
+    torch.manual_seed(1)
+    expected = bf.loss(model, IDS, labels, likelihood="categorical", num_data=5, prior=prior)
+    torch.testing.assert_close(value, -expected.detach())
+    assert bf.kl_divergence(model, num_data=5).abs().mean() > 0.01  # else the equality would not see it
+    torch.manual_seed(1)
+    grads, _ = torch.func.grad(joint, has_aux=True)(params, Batch(IDS, labels))
+    expected.backward()
+    for name, weight in model.named_parameters():
+        own = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        torch.testing.assert_close(grads[name], -own, rtol=1e-4, atol=1e-5)
+
+
+def test_the_log_joint_takes_the_kl_at_the_weights_it_is_given():
+    model, labels = converted(), IDS % 3
+    joint = bf.log_joint(model, "categorical", None, 5)
+    moved = {name: weight.detach() + 0.3 for name, weight in model.named_parameters()}
+    torch.manual_seed(1)
+    value, _ = joint(moved, Batch(IDS, labels))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(moved[name])
+    torch.manual_seed(1)
+    torch.testing.assert_close(value, -bf.loss(model, IDS, labels, likelihood="categorical", num_data=5).detach())

@@ -298,7 +298,9 @@ def test_a_killed_worker_fails_its_cell_and_the_others_go_on(tmp_path, capsys):
     aside = [json.loads(path.read_text()) for path in (tmp_path / "runs" / "failed").rglob("seed*.json")]
     assert [(each["task"], "signal SIGKILL" in each["error"]) for each in aside] == [("toy/m2", True)] * 2
     again = ["run", "toy/m1", "toy/m2", "--methods", "mle", "--seeds", "2", "--results", str(tmp_path / "runs"), *SETS]
-    assert cli.main([*again, "--no-posteriors"]) == 0
+    threads = torch.get_num_threads()
+    assert cli.main([*again, "--no-posteriors", "--threads", str(threads + 1)]) == 0
+    assert torch.get_num_threads() == threads  # the process that calls main keeps its own
     assert "2 cells run, 2 were there already" in capsys.readouterr().out
 
 

@@ -1,6 +1,7 @@
 import torch
 
-from bayesformer.core.seeds import fold, seed_torch, stream
+from bayesformer.core.global_random import seed_torch
+from bayesformer.core.seeds import fold, stream
 
 
 def test_a_stream_is_the_global_one_from_its_own_seed_and_is_put_back():

@@ -67,7 +67,7 @@ ARRIVAL = """
         structure = file.read()
     tensors = torch.load(folder + "/tensors.pt", mmap=True)
     x, expected = torch.load(folder + "/expected.pt")
-    skeleton = Skeleton.arrive(structure, tensors)
+    skeleton = Skeleton.from_portable(structure, tensors)
     shell = skeleton.shell()
     assert torch.equal(shell(x), expected), (shell(x) - expected).abs().max()
     frozen = shell.module.rnn.weight_ih_l0
@@ -104,7 +104,7 @@ def test_every_kind_of_model_survives_the_way(name):
     case.model.eval()
     skeleton = Skeleton(case.model, Space.of(case.model, case.infer))
     structure, tensors = skeleton.portable()
-    arrived = Skeleton.arrive(structure, {key: tensor.clone() for key, tensor in tensors.items()})
+    arrived = Skeleton.from_portable(structure, {key: tensor.clone() for key, tensor in tensors.items()})
     assert arrived.space == skeleton.space
     with torch.no_grad():
         here, there = skeleton.shell()(case.inputs), arrived.shell()(case.inputs)

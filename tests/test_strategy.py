@@ -6,7 +6,7 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer.core import strategy
-from bayesformer.core.strategy import choose, largest_tensor, run_members
+from bayesformer.core.strategy import choose, decide, largest_tensor, run_as
 from bayesformer.core.workers import Workers
 from bayesformer.data import as_batches
 from bayesformer.likelihoods import Categorical
@@ -190,12 +190,13 @@ class Square:
 def test_results_come_in_the_order_of_members():
     with Workers(2) as pool:
         for options in [{}, {"workers": pool}, {"strategy": "processes", "workers": pool}]:
-            made = run_members(Square(), [3, 1, 2], **options)
-            assert made.strategy == ("processes" if options else "looped")
-            assert torch.equal(torch.cat(made.results), torch.tensor([9, 1, 4], dtype=torch.bfloat16))
+            chosen = decide(Square(), [3, 1, 2], **options)
+            assert chosen == ("processes" if options else "looped")
+            results = run_as(Square(), [3, 1, 2], chosen, options.get("workers"))
+            assert torch.equal(torch.cat(results), torch.tensor([9, 1, 4], dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="'batched' is not possible here: it is not worth it. Use 'looped'"):
-        run_members(Square(), [1, 2], "batched")
+        decide(Square(), [1, 2], "batched")
     with pytest.raises(ValueError, match="unknown strategy 'fast'"):
-        run_members(Square(), [1], "fast")
+        decide(Square(), [1], "fast")
     with pytest.raises(ValueError, match="members must hold at least one member"):
-        run_members(Square(), [])
+        decide(Square(), [])

@@ -488,8 +488,11 @@ def test_posteriors_that_cannot_be_used_are_refused():
     with pytest.raises(ValueError, match="must be finite; 1 of 1 examples have NaN or infinite values in their mean"):
         streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta)), strange)
     model.train()
-    refused(gaussian(theta, torch.ones_like(theta)), r"model must be in evaluation mode .* call model.eval\(\)")
-    refused(gaussian(theta, torch.ones_like(theta)), "evaluation mode", Settings(mode="correlated"))
+    refused(
+        gaussian(theta, torch.ones_like(theta)),
+        r"model must be in eval mode: .* Call model.eval\(\)",
+    )
+    refused(gaussian(theta, torch.ones_like(theta)), "eval mode", Settings(mode="correlated"))
     with pytest.raises(ValueError, match="propagate must be one of 'diag', 'full'; got 'all'"):
         Settings(propagate="all")
 

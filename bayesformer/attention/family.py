@@ -52,7 +52,7 @@ class AttentionFamily(nn.Module):
         self.forward_pass = ForwardPass()
 
     def forward(self, logits: Tensor, mask: Visible, keys: Tensor | None = None) -> Draw:
-        """Weights (B, H, T, S) in the dtype of the logits and the KL of each example, (B,)."""
+        """Weights (B, H, T, S), drawn or the softmax, in the dtype of the logits, and the KL of each example, (B,)."""
         # bfloat16 has 8 bits, too few for the sum of a row.
         full = torch.promote_types(logits.dtype, torch.float32)
         if self.draws_now:

@@ -157,7 +157,7 @@ def _is_softmax(module: nn.Module) -> bool:
 
 
 def _made(build: BuildFamily, site: nn.Module, name: str) -> AttentionFamily:
-    """The family of an attention module, where and of the kind its weights are."""
+    """The family for an attention module, on the device and in the dtype of the module's weights."""
     own = next((p for p in site.parameters() if p.is_floating_point()), None)
     with nullcontext() if own is None else own.device:
         made = build(*check_site(site, name))
@@ -204,10 +204,6 @@ def _restore(module: nn.Module, before: Any) -> None:
     else:
         hf.switch(module, before)
         hf.detach(module)
-
-
-def _holds_multihead(encoder: nn.Module) -> bool:
-    return any(isinstance(module, StochasticMultihead) for module in encoder.modules())
 
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -39,16 +39,20 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line, with all verbs and their options."""
-    raw = argparse.RawDescriptionHelpFormatter
     main_parser = argparse.ArgumentParser(
         prog="bayesformer",
         description="Makes transformers Bayesian and shows whether that helped.",
         epilog=EPILOG,
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     main_parser.add_argument("--version", action="version", version=f"bayesformer {__version__}")
     verbs = main_parser.add_subparsers(dest="verb", metavar="verb", required=True)
+    for add in (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study, _add_results):
+        add(verbs)
+    return main_parser
 
+
+def _add_demo(verbs: Any) -> None:
     demo = verbs.add_parser(
         "demo",
         help="compare seven methods on small data, and write a report page",
@@ -61,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--seeds", type=int, default=4, help="training seeds (4)")
     _add_workers(demo, None)
 
+
+def _add_run(verbs: Any) -> None:
     run = verbs.add_parser(
         "run",
         help="run the missing cells of a comparison",
@@ -75,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         '  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1, tasks = "toy/*"}]\n\n'
         "Options on the command line win over the file. `bayesformer list --settings` "
         "names every setting.",
-        formatter_class=raw,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("tasks", nargs="*", help="task names or patterns, e.g. toy/m1 'toy/*' digits")
     run.add_argument("--methods", help="comma-separated method names (all)")
@@ -95,10 +101,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--dry-run", action="store_true", help="only say which cells would run")
     _add_workers(run, 1)
 
+
+def _add_report(verbs: Any) -> None:
     report = verbs.add_parser(
         "report",
         help="write the report page of a results folder",
-        description="Reads every result in a folder and in folders below it and writes one self-contained HTML page: "
+        description="Reads every result in a folder, in folders below it, too, and writes one self-contained page: "
         "which method ranks first on each task, whether that is more than seed noise, and figures of its uncertainty. "
         "With --markdown or --choose it prints a table instead.",
     )
@@ -111,9 +119,13 @@ def parser() -> argparse.ArgumentParser:
         "--choose", metavar="SETTING", help="print validation scores of each value of a setting instead of a page"
     )
 
+
+def _add_list(verbs: Any) -> None:
     listing = verbs.add_parser("list", help="tasks and methods, each with one line")
     listing.add_argument("--settings", action="store_true", help="also every setting with its default and meaning")
 
+
+def _add_predict(verbs: Any) -> None:
     predict = verbs.add_parser(
         "predict",
         help="ask a saved posterior about a data file",
@@ -124,9 +136,6 @@ def parser() -> argparse.ArgumentParser:
     predict.add_argument("data", type=Path, help="a .csv, .npy, .npz (key inputs) or .safetensors (key inputs) file")
     predict.add_argument("--output", type=Path, help="CSV file (standard output)")
     predict.add_argument("--draws", type=int, help="draws of the weights or of the noise (as many as the method says)")
-    _add_study(verbs)
-    _add_results(verbs)
-    return main_parser
 
 
 def _add_results(verbs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every private name of torch that the library uses, each with its reason, so that a new release is read here first."""
+"""Every private name of torch and transformers in use, each with its reason: what to check at a release."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "COMPILED_CALL",
     "DIRICHLET",
     "GAMMA",
     "TorchDispatchMode",
+    "buffer_slots",
     "compiled_from",
     "defaults",
     "empty_wrapper",
     "gradient_hooks",
     "is_distributed",
-    "named_slots",
     "standard_gamma",
     "transformed",
     "tree_leaves",
+    "tree_map",
     "version",
 ]
 
@@ -52,7 +53,7 @@ def is_distributed(tensor: Tensor) -> bool:
     return room is not None and isinstance(tensor, room.DTensor)
 
 
-def named_slots(module: nn.Module) -> dict[str, Tensor | None]:
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     """The live table of a module's buffers; only this shows a buffer that a pass has replaced (`_buffers`)."""
     return module._buffers
 
@@ -61,7 +62,7 @@ def named_slots(module: nn.Module) -> dict[str, Tensor | None]:
 COMPILED_CALL = "_compiled_call_impl"
 
 # TorchDispatchMode: documented by torch ("Extending torch") under this private path only.
-# tree_leaves: tensors inside whatever a model returns; torch.utils has no public way to walk it.
+# tree_leaves, tree_map: tensors inside whatever a model takes or returns; torch.utils has no public way to walk it.
 
 
 def defaults(operation: Any) -> dict[str, Any]:
@@ -192,3 +193,27 @@ def is_batched_gradient(grad: Tensor) -> bool:
     torch maps these by an older vmap, which `transformed` does not see and in-place operations do not know.
     """
     return torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def reset_function(module: nn.Module) -> Callable[[], None] | None:
+    """What draws a module's own parameters anew, or None if it has no such method.
+
+    Most modules of torch call it `reset_parameters`; `nn.MultiheadAttention` and `nn.Transformer` `_reset_parameters`.
+    """
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def initialises_parts(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers, which knows how each of its parts is initialised."""
+    return hasattr(module, "_init_weights") and hasattr(module, "config")
+
+
+def initialise_part(owner: nn.Module, part: nn.Module) -> None:
+    """Draw the own parameters of a part anew as its model of transformers does; what that does not know stays.
+
+    `_init_weights` is the only way to one part: the public `init_weights` is for the whole model. It passes over
+    parameters that carry the mark `_is_hf_initialized`, which loaded weights have.
+    """
+    for parameter in part.parameters(recurse=False):
+        vars(parameter).pop("_is_hf_initialized", None)
+    owner._init_weights(part)  # type: ignore[operator]

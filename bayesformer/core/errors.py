@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+import torch
+
 
 class DamagedFileError(ValueError):
     """A saved posterior or checkpoint that is truncated, altered or belongs to something else."""
@@ -34,3 +36,9 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 class WorkerDiedError(RuntimeError):
     """A worker process ended in the middle of a task: killed, out of memory, crashed, or by its own exit."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice: that of an accelerator, or the RuntimeError of the CPU's."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in words)

@@ -30,6 +30,12 @@ def check_ranges(method: object, **rules: SettingRule) -> None:
             raise ValueError(f"{owner}.{name} must be {rule.words}; got {value!r}.")
 
 
+def check_num_data(num_data: int) -> None:
+    """Refuse a number of training examples N that is less than 1, by which log p(θ) and KL(weights) are divided."""
+    if num_data < 1:
+        raise ValueError(f"num_data must be the number of training examples, at least 1; got {num_data}.")
+
+
 def whole(least: int) -> SettingRule:
     """A whole number, `least` or more; 2.0 is not one."""
     return SettingRule(f"a whole number of at least {least}", lambda v: _number(v, Integral) and v >= least)

@@ -7,18 +7,13 @@ and a loop all draw the same numbers without any generator state being saved or 
 from __future__ import annotations
 
 import hashlib
-import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy
 import torch
 
 from bayesformer.core.draws import drawing_from
-
-GLOBAL_STREAMS = threading.RLock()
-"""Held by whoever seeds the global streams of torch, numpy and `random`, or reads them to put them back."""
+from bayesformer.core.global_random import global_streams
 
 
 def fold(seed: int, *names: int | str) -> int:
@@ -40,31 +35,3 @@ def stream(seed: int, *names: int | str) -> Iterator[None]:
     """
     with global_streams(fold(seed, *names)), drawing_from(()):
         yield
-
-
-@contextmanager
-def global_streams(seed: int, torch_too: bool = True) -> Iterator[None]:
-    """The global streams of numpy, `random` and (`torch_too`) torch seeded, and restored afterwards.
-
-    A lock of the process is held, so that threads of this library wait for each other. A user's own thread that
-    draws from a global stream meanwhile disturbs the numbers that are drawn here.
-    """
-    with GLOBAL_STREAMS, torch.random.fork_rng(enabled=torch_too):
-        numpy_state, random_state = numpy.random.get_state(), random.getstate()  # noqa: NPY002
-        try:
-            numpy.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 (a model's own code uses it)
-            random.seed(seed)
-            if torch_too:
-                seed_torch(seed)
-            yield
-        finally:
-            numpy.random.set_state(numpy_state)  # noqa: NPY002
-            random.setstate(random_state)
-
-
-def seed_torch(seed: int) -> None:
-    """Seed torch's global stream as torch.manual_seed does; skips its lazy CUDA seeding if there is no accelerator."""
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:  # torch.manual_seed spends .7 ms on preparing seeds for CUDA, XPU and others
-        torch.default_generator.manual_seed(seed)

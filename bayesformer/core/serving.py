@@ -103,7 +103,7 @@ def _as_bytes(error: BaseException) -> bytes | None:
     return data
 
 
-def forget() -> None:
+def drop_function() -> None:
     """Drop the function of the last call, and with it what it has mapped; functions are often part of cycles."""
     _here.call, _here.fn = 0, None
     gc.collect()

@@ -9,7 +9,7 @@ order, and differ by about 1e-7 of a value per pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,10 +26,17 @@ STRATEGIES = ("auto", "looped", "batched", "processes")
 
 CHUNK = 10  # members per vmapped pass: more leave the cache, fewer do not fill a device
 
-# On one thread of a CPU (2 MiB of L2, 32 MiB of L3), seconds per member and training step, batched over looped:
-FEWEST = 5  # members; 2: 1.1 to 1.3 whatever the model, 3: .8 to 1.0, 4: .6 to .9 but predictions to 1.4, 5: .5 to .9
-WEIGHTS = 2**21  # of a chunk, 8 MiB: up to 2.0 million .3 to .9, 2.7 to 4.0 million .75 to 1.1, 7.9 million 1.4 to 2.9
-LARGEST = 2**16  # numbers, 256 KiB: up to 66,000 .3 to .9, 100,000 to 130,000 .6 to 1.0, 200,000 .9 to 1.3
+# Limits of the vmapped pass on a CPU. Measured on one thread (2 MiB of L2, 32 MiB of L3) as the ratio of seconds per
+# member and training step, batched over looped; below 1 the vmapped pass is faster.
+#
+#   members   ratio                        weights of a chunk   ratio        largest tensor       ratio
+#   2         1.1 to 1.3                   up to 2.0 million    .3 to .9     up to 66,000         .3 to .9
+#   3         .8 to 1.0                    2.7 to 4.0 million   .75 to 1.1   100,000 to 130,000   .6 to 1.0
+#   4         .6 to .9, predicting 1.4     7.9 million          1.4 to 2.9   200,000              .9 to 1.3
+#   5         .5 to .9
+FEWEST = 5  # members
+WEIGHTS = 2**21  # weights of a chunk of members, 8 MiB
+LARGEST = 2**16  # numbers in the largest tensor of a member, 256 KiB
 
 # On an accelerator one pass pays as long as it fits.
 BYTES_OF_A_WEIGHT = 16  # weight, gradient and two moments
@@ -55,7 +62,7 @@ class MemberTask(Protocol):
 
     @property
     def weights(self) -> int:
-        """Weights of one member, P; 0 if all members have the same ones."""
+        """P, the number of inferred weights of one member; 0 if all members use the same weights."""
         ...
 
     def largest(self) -> int:
@@ -69,13 +76,6 @@ class MemberTask(Protocol):
     def shared(self) -> Mapping[str, Tensor]:
         """Tensors on the CPU that worker processes may map instead of getting copies."""
         ...
-
-
-class MemberResults(NamedTuple):
-    """The results of all members in their order, one per member or per group of them, and the strategy that ran."""
-
-    strategy: Chosen
-    results: list[Any]
 
 
 def choose(
@@ -150,26 +150,6 @@ class _Sizes(TorchFunctionMode):
         return result
 
 
-def run_members(
-    task: MemberTask,
-    members: Sequence[int],
-    strategy: Strategy = "auto",
-    workers: int | Workers | None = None,
-    reporter: Reporter | None = None,
-) -> MemberResults:
-    """The task's results for all members, in their order.
-
-    Args:
-        task: what to do.
-        members: their numbers.
-        strategy: "auto" chooses by `choose`; the others are taken, or refused with the reason.
-        workers: processes, used if there are two or more; None is 1, or all cores for strategy "processes".
-        reporter: told of progress.
-    """
-    chosen = decide(task, members, strategy, workers)
-    return MemberResults(chosen, run_as(task, members, chosen, workers, reporter))
-
-
 def decide(
     task: MemberTask,
     members: Sequence[int],
@@ -177,7 +157,7 @@ def decide(
     workers: int | Workers | None = None,
     veto: str | None = None,
 ) -> Chosen:
-    """The strategy that `run_members` takes; `veto` is a reason of the caller's why "auto" must not batch."""
+    """The strategy for these members, for `run_as`; `veto` is a reason of the caller's why "auto" must not batch."""
     check_strategy(strategy)
     if not members:
         raise ValueError("members must hold at least one member; got none.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import pickle
 import re
 import reprlib
 import sys
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from bayesformer.core.errors import WorkerDiedError
 from bayesformer.core.progress import Reporter, Silent
-from bayesformer.core.serving import become_worker, forget, in_worker, serve
+from bayesformer.core.serving import become_worker, drop_function, in_worker, serve
 from bayesformer.core.transfer import mapped_file, pack, unpack
 
 POLL_SECONDS = 0.1  # between looks at the files of the workers
@@ -185,7 +186,7 @@ class Workers:
             yield
         finally:
             for slot in self._slots:
-                slot.rest()
+                slot.release()
 
     def _listen(self, reporter: Reporter) -> None:
         for slot in self._slots:
@@ -256,14 +257,14 @@ class _Slot:
         result, error, trace = unpack(answer)
         return index, result if not trace else Failure(index, _error(error, trace, index))
 
-    def rest(self) -> None:
-        """Kill the worker if it is busy; else let it forget its function, whose tensors may be mapped."""
+    def release(self) -> None:
+        """Kill the worker if it is busy; else let it drop its function, whose tensors may be mapped."""
         if self.task is not None:
             self.stop()
         elif self.executor is not None and self.call:
             self.call = 0
             try:
-                self.future = self.executor.submit(forget)
+                self.future = self.executor.submit(drop_function)
             except BrokenProcessPool:
                 self.stop()
 
@@ -339,9 +340,11 @@ _short.maxother = _short.maxstring = 80
 def _packed(value: object, name: str, mapped: Any) -> bytes:
     try:
         return pack(value, mapped)
-    except Exception as error:
-        error.add_note(f"{name} cannot be sent to a worker process. Open files, locks and generators cannot be sent.")
-        raise
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ValueError(
+            f"{name} must be able to leave this process for a worker; something in it cannot: {error}. Take such "
+            "attributes (locks, open files, generators) off the model or the data, or leave out workers."
+        ) from error
 
 
 def _error(sent: bytes | None, trace: str, index: int) -> Exception:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from bayesformer.core.global_random import seed_states
 from bayesformer.data.collating import collate_columns
-from bayesformer.data.global_random import seed_states
 from bayesformer.data.labels import LABEL_KEYS
 from bayesformer.data.ragged import Padding
 

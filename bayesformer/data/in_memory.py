@@ -75,7 +75,7 @@ class InMemory(Batches):
 
     @property
     def tensors(self) -> Data:
-        """The data themselves."""
+        """The data that were given, all of them in memory."""
         return self.data
 
     def epoch(
@@ -121,11 +121,11 @@ class InMemory(Batches):
         return num_steps(len(self.data), batch_size, join_single=join_single)
 
     def fingerprint(self) -> str:
-        """The hash of every value."""
+        """The hash of every value of inputs, targets and mask."""
         return self.data.fingerprint()
 
     def first(self, count: int) -> Batch:
-        """The first `count` examples."""
+        """The first `count` examples as one batch, or all there are if they are fewer."""
         return self.data.take(slice(0, count))
 
     def _along(

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from bayesformer.core.global_random import borrowed, get_states
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
-from bayesformer.data.global_random import borrowed, get_states
 from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import leaves
 from bayesformer.data.labels import split_labels
@@ -115,7 +115,7 @@ class Indexed(Batches):
         return digest.hexdigest()[:16]
 
     def first(self, count: int) -> Batch:
-        """The first `count` examples."""
+        """The first `count` examples as one batch, or all there are if they are fewer."""
         return split_labels(self.raw_first(count), self.name)
 
     def raw_first(self, count: int) -> Any:

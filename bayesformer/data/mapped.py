@@ -24,7 +24,7 @@ class Mapped(Batches):
         return map(self.change, self.data.epoch(batch_size, **options))
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
-        """Every example once, changed."""
+        """Every example once, in order, each batch as `change` returns it."""
         return map(self.change, self.data.in_order(batch_size, device))
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
@@ -36,5 +36,5 @@ class Mapped(Batches):
         return self.data.fingerprint()
 
     def first(self, count: int) -> Batch:
-        """A few examples, changed."""
+        """The first `count` examples, as `change` returns them."""
         return self.change(self.data.first(count))

@@ -15,14 +15,16 @@ from typing import Any, Literal
 
 import torch
 
+from bayesformer.core.global_random import PrivateStream
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
-from bayesformer.data.global_random import PrivateStream
 from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves, map_inputs
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.order import num_steps
+
+COMPARED = 4  # units of two readings that tell whether a stream starts again
 
 
 @dataclass(frozen=True)
@@ -119,15 +121,18 @@ class Streamed(Batches):
     def _look_ahead(self, count: int) -> None:
         """Read `count` units; what cannot be read again is kept for the next epoch.
 
-        Whether a stream starts again is seen by opening it a second time: if its first unit is another one, or none,
-        then both readings are parts of a single pass.
+        An iterator is read once. Whether any other stream starts again is seen by opening it a second time: if its
+        first units are others, or fewer, then both readings are parts of a single pass.
         """
         if self._kept is not None:
             self._ahead += islice(self._kept, max(0, count - len(self._ahead)))
             return
-        self._ahead = self._opened(count)[0]
-        again, iterator = self._opened(1)
-        if not self._ahead or (again and _digest(again[0]) == _digest(self._ahead[0])):
+        self._ahead, iterator = self._opened(max(count, COMPARED))
+        if iterator is self.source:
+            self._kept = iterator
+            return
+        again, iterator = self._opened(len(self._ahead))
+        if not self._ahead or [_digest(unit) for unit in again] == [_digest(unit) for unit in self._ahead]:
             return
         self._ahead += again
         self._kept = iterator

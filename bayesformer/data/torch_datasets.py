@@ -14,8 +14,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from bayesformer.core.global_random import seed_states
 from bayesformer.data.collating import collate
-from bayesformer.data.global_random import seed_states
 from bayesformer.data.indexed import Loading
 from bayesformer.data.ragged import Padding
 
@@ -52,7 +52,7 @@ class Items:
         return collate(items, self.padding, self.name) if self.collate_fn is None else self.collate_fn(items)
 
     def describe(self) -> str:
-        """The type of the dataset."""
+        """The type of the dataset with its module, for error messages."""
         return f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}"
 
 

@@ -37,12 +37,12 @@ class TensorInputs:
         self.num_data: int | None = len(first_tensor(inputs))
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Inputs]:
-        """Every example once, in order."""
+        """Inputs of every example once, in order, in batches of `batch_size`."""
         for begin, end in bounds(len(first_tensor(self.inputs)), batch_size):
             yield inputs_to(map_inputs(self.inputs, lambda x, a=begin, b=end: x[a:b]), device)
 
     def first(self, count: int) -> Inputs:
-        """The first `count` examples."""
+        """Inputs of the first `count` examples, or of all there are if they are fewer."""
         return map_inputs(self.inputs, lambda x: x[:count])
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from bayesformer.core.compat import tree_leaves, tree_map
 from bayesformer.core.types import Batch, LogJoint, Params
 from bayesformer.core.vectors import is_matrix, value_and_grad
 from bayesformer.model.randomness import plain_attention
@@ -63,7 +63,7 @@ def examples(params: Params, batch: Batch) -> int:
 
 
 def check_settings(lr: float | None, transition_sd: float, sd: float | Tensor) -> None:
-    """The rules that diagonal and dense share."""
+    """Refuse a step size, transition or prior standard deviation that neither EKF, diagonal or dense, can use."""
     if lr is not None and not lr > 0:
         raise ValueError(f"lr must be positive, or None for the size of each batch; got {lr}.")
     if not transition_sd >= 0:

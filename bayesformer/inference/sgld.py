@@ -72,7 +72,7 @@ def check_settings(
     friction: float = 1.0,
     sigma: float = 1.0,
 ) -> None:
-    """Refuse what no sampler can use; a schedule is taken at its word."""
+    """Refuse numbers that no sampler can use; values of schedules are not checked."""
     for name, value in {"lr": lr, "friction": friction, "sigma": sigma}.items():
         if not callable(value) and not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite; got {value}.")

@@ -227,7 +227,7 @@ def as_rule(rule: Any) -> Rule:
 
 
 def check_settings(temperature: float, draws: int, clip: float) -> None:
-    """The rules that diagonal and dense share."""
+    """Refuse a temperature, number of draws or clipping that neither VI, diagonal or dense, can use."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be at least 0 (1/N is Bayes) and finite; got {temperature}.")
     if draws < 1:

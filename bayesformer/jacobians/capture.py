@@ -24,6 +24,7 @@ space, whatever the precision of the module.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,13 +32,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.errors import unknown_name
+from bayesformer.core.errors import is_out_of_memory, unknown_name
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.sites import Axis, GeneralSite, Part, Site, backpropagate
 from bayesformer.jacobians.use_recorder import UseKey, UseRecorder
 from bayesformer.model.calling import apply
+from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Space
+
+log = logging.getLogger("bayesformer")
 
 __all__ = ["Capture", "Site", "backpropagate"]
 
@@ -56,12 +60,7 @@ class Capture:
         for name in general:
             if name not in self.space.names:
                 raise unknown_name("inferred parameter", name, self.space.names)
-        training = next((path for path, module in model.named_modules() if module.training), None)
-        if training is not None:
-            raise ValueError(
-                "model must be in eval mode: dropout and running averages would make curvature random; "
-                f"got a model whose {training or 'root'} module is training. Call model.eval()."
-            )
+        check_eval(model, "dropout and running averages would make curvature random")
         self.model = model
         # A shell that was made without gradients has weights that could not be differentiated in.
         self.parameters = {name: model.get_parameter(name).requires_grad_() for name in self.space.names}
@@ -125,9 +124,10 @@ class Capture:
         """
         try:
             return self._probe(_repeated(inputs, PROBES[-1]), PROBES)
-        except (ValueError, RuntimeError, IndexError):
-            if len(first_tensor(inputs)) > 1:
+        except (ValueError, RuntimeError, IndexError) as error:
+            if len(first_tensor(inputs)) > 1 or is_out_of_memory(error):
                 raise
+            log.debug("probed on one example, since the model does not take it repeated: %s", error)
             return self._probe(inputs, (1,))
 
     def _probe(self, inputs: Inputs, sizes: tuple[int, ...]) -> tuple[Tensor, list[Site]]:

@@ -7,6 +7,7 @@ differentiated), B examples, R positions at which the parameter is used (tokens,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+
+from bayesformer.core.errors import is_out_of_memory
+
+log = logging.getLogger("bayesformer")
 
 EVERY = slice(None)
 
@@ -284,8 +289,10 @@ def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor, keep: boo
     if len(columns) > 1 and all(site.edge is not None for site in sites):
         try:
             return _together(sites, outputs, columns)
-        except RuntimeError:  # an operation whose backward pass cannot be batched; anything else fails again below
-            pass
+        except (RuntimeError, NotImplementedError) as error:  # an operation whose backward pass cannot be batched
+            if is_out_of_memory(error):
+                raise
+            log.debug("columns go back one after another: %s", error)  # any other error is raised again below
     return _in_turn(sites, outputs, columns, keep or len(columns) > 1)
 
 

@@ -30,8 +30,12 @@ UseKey = tuple[str, int]
 class UseRecorder(TorchFunctionMode):
     """Follows parameters, each with its part, through one pass of `examples` examples.
 
-    `axes` are batch axes known from earlier passes, `columns` how many columns will be sent back, where that is known,
-    and `dtype` that of inputs and gradients of sites.
+    Args:
+        parameters: the tensors to follow, each with the part of a parameter that it is.
+        examples: B of the pass.
+        axes: batch axes found by earlier passes.
+        columns: vector-Jacobian products that one backward pass will compute at once; None if that is not known.
+        dtype: of the inputs and gradients of sites.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class UseRecorder(TorchFunctionMode):
         return None if entry is None else entry[1]
 
     def alias(self, tensor: Tensor, part: Part) -> None:
-        """From now on follow `tensor` too."""
+        """Follow `tensor`, which holds this part of a parameter, from here on: a view or a cast of one followed."""
         self.parts[id(tensor)] = (tensor, part)
 
     def axis(self, part: Part, shape: torch.Size, free: Iterable[int]) -> Axis | None:

@@ -219,7 +219,7 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _view(recorder: UseRecorder, func: Any, out: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Another look at a parameter: the same look at the places of its numbers tells which it sees."""
+    """A view of a parameter is followed as a part: the same function on the parameter's indices tells which one."""
     part = recorder.part(tensor)
     if part is None or any(recorder.part(x) is not None for x in _arguments(args, kwargs)):
         return False

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from bayesformer.core.slices import as_slice
 from bayesformer.laplace.absorb import absorb, dense_of
 from bayesformer.laplace.estimate import Curvature
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature
@@ -82,7 +83,7 @@ class _Combination:
         if len(rest):
             found.append((rest, Diagonal(self.variance[rest])))
         found.sort(key=lambda item: int(item[0][0]))
-        places = tuple(compact(where) for where, _ in found)
+        places = tuple(as_slice(where) for where, _ in found)
         return GaussianLaw(self.old.mean, places, tuple(block for _, block in found), self.old.buffers)
 
     def _cut(self, where: Tensor, structure: CurvatureBlock) -> Iterator[Piece]:
@@ -157,13 +158,6 @@ class _Combination:
             f"{block.size} weights and a {_name(structure)} curvature of {structure.size} weights have no sum of a "
             "known form. Use the structure that the prior was made with, or structure='diag' for a diagonal prior."
         )
-
-
-def compact(where: Tensor) -> slice | Tensor:
-    """Places (p,) as a slice where they are neighbours in order."""
-    start, stop = int(where[0]), int(where[-1]) + 1
-    line = torch.arange(start, stop, device=where.device) if stop - start == len(where) else None
-    return slice(start, stop) if line is not None and torch.equal(line, where) else where
 
 
 def _on(place: slice | Tensor, like: Tensor) -> slice | Tensor:

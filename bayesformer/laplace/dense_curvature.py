@@ -23,7 +23,7 @@ def blocks(sweep: Sweep) -> list[CurvaturePiece]:
 
 
 def subnetwork(sweep: Sweep, index: Tensor) -> list[CurvaturePiece]:
-    """One block over the weights at `index` of the flat vector of all trainable weights."""
+    """One dense block (k, k) over the k weights at `index`, int64 places in θ (P,) of the inferred weights."""
     inverse = {name: _inside(index, sweep.place([name])) for name in sweep.names}
     matrix = sweep.zeros(len(index), len(index))
 
@@ -86,7 +86,7 @@ def _fit(sweep: Sweep, groups: list[list[str]]) -> list[CurvaturePiece]:
 
 
 class ExampleRows:
-    """ExampleRows of Sᵀ J of a minibatch: an example's gradient in some parameters, one after another."""
+    """Rows of Sᵀ J of a minibatch: for S columns and B examples, the gradient in some parameters side by side."""
 
     def __init__(self, step: BatchPass, sweep: Sweep) -> None:
         self.sweep, self.examples = sweep, len(step.outputs)
@@ -95,7 +95,7 @@ class ExampleRows:
             self.groups.setdefault(group.name, []).append(group)
 
     def __call__(self, names: list[str], gradients: list[Tensor]) -> Tensor:
-        """(S · B, p)."""
+        """(S · B, p): a row per column of S and example, for the p weights of `names` in that order."""
         return torch.cat([self._one(name, gradients) for name in names], 1)
 
     def _one(self, name: str, gradients: list[Tensor]) -> Tensor:

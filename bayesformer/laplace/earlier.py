@@ -21,7 +21,7 @@ from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
 from bayesformer.train.members import Fitted, Stage, build_optimiser, fit_stage
 from bayesformer.train.prototype import Prototype, Start
-from bayesformer.train.recipe import around, earlier_law, find_modes, posterior_of, vector_prior
+from bayesformer.train.recipe import earlier_law, find_modes, posterior_of, subset_stage, vector_prior
 from bayesformer.train.training import Training
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def trained_mode(prototype: Prototype) -> tuple[Start, Fitted]:
     law = earlier_law(prototype)
     space = space_with_spread(prototype.space, law)
     modes = find_modes(prototype, "laplace", None, 0.0)
-    part = around(prototype, modes, space.names)
+    part = subset_stage(prototype, modes, space.names)
     fixed = law.variance()[part.place] == 0
     stage = Stage(
         prototype,

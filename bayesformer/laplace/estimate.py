@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ from bayesformer.data import Batches, as_batches
 from bayesformer.data.inputs import inputs_to
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
-from bayesformer.jacobians.sites import slope_numbers
+from bayesformer.jacobians.sites import Site, slope_numbers
 from bayesformer.laplace import dense_curvature as dense
 from bayesformer.laplace import diagonal_curvature as diagonal
 from bayesformer.laplace import kronecker_curvature as kron
@@ -29,6 +29,7 @@ from bayesformer.laplace import low_rank_curvature as low_rank
 from bayesformer.laplace.passes import COLUMNS, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
+from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
 
@@ -117,29 +118,45 @@ def estimate(
     data, likelihood = as_batches(data, "data"), as_likelihood(likelihood)
     _check(structure, kind, samples, batch_size, rank)
     if space is None:
-        _check_eval(model)
+        check_eval(model, "dropout and running averages would make curvature random")
         space = Space.of(model)
         model = Skeleton(model, space).shell(gradients=False).module
-    device = model.get_parameter(space.names[0]).device
-    few = data.first(PROBE)
-    first = inputs_to(few.inputs, device)
+    first = inputs_to(data.first(PROBE).inputs, model.get_parameter(space.names[0]).device)
     chosen = last_layer.space_of(model, space, first) if subset == "last_layer" else space.select(subset)
     capture = Capture(model, chosen, general)
-    outputs, sites = capture.probe(first)
-    values = outputs.detach().to(capture.dtype)
+    probed = capture.probe(first)
+    sweep = _sweep(capture, probed, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
+    if sweep.kind == "ggn" and last_layer.applies(probed[1], probed[0], structure):
+        return _curvature(sweep, last_layer.fit(sweep, structure), probed[0])
+    return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index), probed[0])
+
+
+def _sweep(
+    capture: Capture,
+    probed: tuple[Tensor, list[Site]],
+    space: Space,
+    likelihood: Likelihood,
+    data: Batches,
+    kind: Kind | None,
+    batch_size: int | None,
+    samples: int,
+    seed: int,
+    reporter: Reporter,
+) -> Sweep:
+    """The passes over the data; kind and size of minibatches that were not given follow from the probed outputs."""
+    values = probed[0].detach().to(capture.dtype)
     _check_targets(likelihood, values, data)
     if kind is None:
         kind = "mc" if likelihood.per_token(values) else "ggn"
     capture.columns = columns.count(kind, likelihood, values, samples)
     if batch_size is None:
-        most = 64 if device.type == "cpu" else 256
-        slopes = min(COLUMNS, capture.columns) * slope_numbers(sites) // len(values)
+        most = 64 if values.device.type == "cpu" else 256
+        slopes = min(COLUMNS, capture.columns) * slope_numbers(probed[1]) // len(values)
         batch_size = max(1, min(most, OUTPUTS // values[0].numel(), SLOPES // max(1, slopes)))
-    sweep = Sweep(capture, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
-    if kind == "ggn" and last_layer.applies(sites, outputs, structure):
-        pieces = last_layer.fit(sweep, structure)
-    else:
-        pieces = _fit(sweep, structure, approximation, large, rank, size, index)
+    return Sweep(capture, space, likelihood, data, kind, batch_size, samples, seed, reporter)
+
+
+def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], outputs: Tensor) -> Curvature:
     return Curvature(
         places=tuple(piece.place for piece in pieces),
         names=tuple(piece.names for piece in pieces),
@@ -147,9 +164,9 @@ def estimate(
         log_likelihood=sweep.log_likelihood,
         num_data=sweep.num_data,
         observed=sweep.observed,
-        outputs=values.shape[-1] if values.dim() > 1 else 1,
-        kind=kind,
-        general=tuple(capture.general),
+        outputs=outputs.shape[-1] if outputs.dim() > 1 else 1,
+        kind=cast(Kind, sweep.kind),
+        general=tuple(sweep.capture.general),
     )
 
 
@@ -184,15 +201,6 @@ def _check(structure: str, kind: str | None, samples: int, batch_size: int | Non
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
-
-
-def _check_eval(model: nn.Module) -> None:
-    training = next((path for path, module in model.named_modules() if module.training), None)
-    if training is not None:
-        raise ValueError(
-            "model must be in eval mode: dropout and running averages would make curvature random; "
-            f"got a model whose {training or 'root'} module is training. Call model.eval()."
-        )
 
 
 def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Batches) -> None:

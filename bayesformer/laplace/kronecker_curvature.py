@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bayesformer.core.slices import as_slice
 from bayesformer.jacobians.site_groups import SiteGroup, site_groups
 from bayesformer.laplace.diagonal_curvature import squares
 from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
@@ -238,7 +239,7 @@ class DiagonalAccumulator(Accumulator):
 
 
 def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]) -> list[CurvaturePiece]:
-    """In the order of the flat vector, with zeros for what no pass has used: the prior alone speaks there."""
+    """Pieces in the order of θ, with zeros for weights that no pass has used: their posterior is the prior."""
     pieces = []
     for name in sweep.names:
         own = [accumulator for (other, _), group in accumulators.items() if other == name for accumulator in group]
@@ -250,11 +251,5 @@ def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]
             rest = unused.nonzero().flatten()
             found.append((rest, DiagonalCurvature(sweep.zeros(len(rest)))))
         for places, structure in sorted(found, key=lambda item: int(item[0][0])):
-            pieces.append(CurvaturePiece((name,), _simple(places + sweep.starts[name]), structure))
+            pieces.append(CurvaturePiece((name,), as_slice(places + sweep.starts[name]), structure))
     return pieces
-
-
-def _simple(places: Tensor) -> slice | Tensor:
-    """A slice where it is one."""
-    start, stop = int(places[0]), int(places[-1]) + 1
-    return slice(start, stop) if stop - start == len(places) else places

@@ -20,6 +20,7 @@ from bayesformer.laplace.estimate import Curvature, estimate
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
+from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
 from bayesformer.predict.streamlined.refusals import refuse_attention
@@ -128,7 +129,7 @@ class Laplace:
         modes = find_modes(prototype, "laplace", setting, 1.0)
         assert modes.stage is not None
         facts = facts_of("laplace", self, prototype, modes.stage)
-        return self.around(prototype, modes.start(0), facts)
+        return self.posterior_around_mode(prototype, modes.start(0), facts)
 
     def resolved(self, validation: Batches | None) -> Laplace:
         """The same method with prior_precision="auto" decided: by validation data where there are any."""
@@ -153,13 +154,13 @@ class Laplace:
         """Refuse a model that has no such weights, no such layer, or attention that cannot be predicted with."""
         if "last_layer" in (self.subset, self.structure):
             module = prototype.skeleton.shell(gradients=False).module.eval()
-            last_layer.space_of(module, prototype.space, prototype.few.inputs)
+            last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
         else:
             prototype.space.select(self.subset)
         if self.predictive == "streamlined":
             refuse_attention(prototype.prepared)
 
-    def around(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:
+    def posterior_around_mode(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:
         """The posterior around a mode of the prototype's weights."""
         started, likelihood = time.perf_counter(), prototype.likelihood
         found = self.estimate(prototype, mode, int(facts.get("seed", 0)))
@@ -189,9 +190,9 @@ class Laplace:
         subset: Choice = None if self.subset == "*" else self.subset
         form = self.structure
         if form == "last_layer":
-            chosen = last_layer.space_of(module, prototype.space, prototype.few.inputs)
+            chosen = last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
             subset, form = chosen.names, "full" if chosen.size <= SMALL else "kron"
-        with prototype.at_rest.passing(generator(seed, "curvature", device=shell.theta.device)):
+        with prototype.evaluation_randomness.passing(generator(seed, "curvature", device=shell.theta.device)):
             return estimate(
                 module,
                 prototype.likelihood,
@@ -234,11 +235,7 @@ def laplace(
         progress: show progress bars; by default on a terminal.
         settings: of `Laplace`: structure, subset, prior_precision, predictive, link and the others.
     """
-    if model.training:
-        raise ValueError(
-            "model must be in eval mode, for its dropout would make the curvature random; got one that is training. "
-            "Call model.eval() first."
-        )
+    check_eval(model, "dropout and running averages would make curvature random")
     method, known = Laplace(**settings), as_likelihood(likelihood)
     with bars(progress) as reporter:
         held = None if validation is None else as_batches(validation, "validation")
@@ -256,4 +253,4 @@ def laplace(
             "seconds": 0.0,
             "init": "given",
         }
-        return method.around(prototype, prototype.start(0), facts)
+        return method.posterior_around_mode(prototype, prototype.start(0), facts)

@@ -18,7 +18,7 @@ class Block(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """p, the number of weights."""
+        """p, the number of weights whose covariance this is."""
 
     @abstractmethod
     def times(self, rows: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Block(ABC):
 
     @abstractmethod
     def log_det_precision(self) -> Tensor:
-        """(): log det Σ⁻¹."""
+        """(): log det Σ⁻¹, the log determinant of the precision."""
 
     def times_root(self, rows: Tensor) -> Tensor:
         """(..., p) -> (..., q): rows times L where Σ = L Lᵀ; as `colour` wherever the root is symmetric."""

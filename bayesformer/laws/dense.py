@@ -14,7 +14,7 @@ STRIP = 128  # columns of the factor multiplied at once: fewer multiply fewer ze
 
 @dataclass(frozen=True)
 class Dense(Block):
-    """Σ = L Lᵀ."""
+    """A dense covariance Σ = L Lᵀ by its Cholesky factor L (p, p)."""
 
     tril: Tensor  # (p, p), lower triangular
 
@@ -26,11 +26,11 @@ class Dense(Block):
 
     @property
     def size(self) -> int:
-        """p, the number of weights."""
+        """p, the number of weights whose covariance this is."""
         return len(self.tril)
 
     def times(self, rows: Tensor) -> Tensor:
-        """Two triangular products."""
+        """(..., p): each row times L, then times Lᵀ."""
         return (rows @ self.tril) @ self.tril.mT
 
     def colour(self, noise: Tensor) -> Tensor:

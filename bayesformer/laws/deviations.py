@@ -19,7 +19,7 @@ class Deviations(Block):
 
     @property
     def size(self) -> int:
-        """p, the number of weights."""
+        """p, the number of weights whose covariance this is."""
         return len(self.sd)
 
     def times(self, rows: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Deviations(Block):
         return torch.cat([rows * self.sd, rows @ self.factor.mT], -1)
 
     def draw(self, like: Tensor, source: torch.Generator) -> Tensor:
-        """(p,): one draw of N(0, Σ)."""
+        """(p,): one draw of N(0, Σ), with the dtype and device of `like`."""
         noise = torch.empty(self.size + len(self.factor), dtype=like.dtype, device=like.device)
         return self.colour(noise.normal_(generator=source))
 

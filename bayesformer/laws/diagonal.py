@@ -11,25 +11,25 @@ from bayesformer.laws.block import Block
 
 @dataclass(frozen=True)
 class Diagonal(Block):
-    """Σ = diag(variance)."""
+    """A diagonal covariance, Σ = diag(variance): independent weights."""
 
     variance: Tensor  # (p,)
 
     @property
     def size(self) -> int:
-        """p."""
+        """p, the number of weights whose covariance this is."""
         return len(self.variance)
 
     def times(self, rows: Tensor) -> Tensor:
-        """Elementwise."""
+        """(..., p): each row times the variances."""
         return rows * self.variance
 
     def colour(self, noise: Tensor) -> Tensor:
-        """Elementwise."""
+        """(..., p): white noise times the standard deviations."""
         return noise * self.variance.sqrt()
 
     def diagonal(self) -> Tensor:
-        """The variances."""
+        """(p,): the variances as they were given."""
         return self.variance
 
     def precision_times(self, rows: Tensor) -> Tensor:
@@ -41,5 +41,5 @@ class Diagonal(Block):
         return -self.variance.log().sum()
 
     def scaled(self, scale: Tensor) -> Diagonal:
-        """diag(s²) Σ, diagonal again."""
+        """diag(s²) Σ, the covariance of s · w, which is diagonal again."""
         return Diagonal(self.variance * scale.square())

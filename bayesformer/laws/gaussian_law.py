@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.seeds import fold
+from bayesformer.core.slices import as_slice
 from bayesformer.core.types import Params
 from bayesformer.laws.block import Block
 from bayesformer.laws.dense import Dense
@@ -41,7 +42,7 @@ class GaussianLaw:
 
     @property
     def size(self) -> int:
-        """P, numbers per draw."""
+        """P, the number of weights in a draw θ."""
         return len(self.mean)
 
     @property
@@ -78,7 +79,7 @@ class GaussianLaw:
         mean = base.clone()
         mean[place] = self.mean
         where = torch.arange(len(base), device=base.device)[place]
-        return GaussianLaw(mean, tuple(_compact(where[own]) for own in self.places), self.blocks, self.buffers)
+        return GaussianLaw(mean, tuple(as_slice(where[own]) for own in self.places), self.blocks, self.buffers)
 
     def distance(self, theta: Tensor) -> Tensor:
         """(): (θ - mean)ᵀ Σ⁻¹ (θ - mean) over the weights that have spread, differentiable in θ (P,)."""
@@ -140,13 +141,6 @@ def _parts(
     if factor is not None:
         return everywhere, (Deviations(torch.zeros_like(mean) if sd is None else sd, factor),)
     return (everywhere, (Diagonal(sd.square()),)) if sd is not None else ((), ())
-
-
-def _compact(index: Tensor) -> slice | Tensor:
-    """A slice where the places are neighbours in order."""
-    start = int(index[0])
-    consecutive = torch.equal(index, torch.arange(start, start + len(index), device=index.device))
-    return slice(start, start + len(index)) if consecutive else index
 
 
 def to_tensors(block: Block) -> tuple[str, Params]:

@@ -20,14 +20,14 @@ class Factors:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(out, in)."""
+        """(out, in), the shape of the weight matrix."""
         rows = len(self.out_values) if self.out_vectors is None else len(self.out_vectors)
         columns = len(self.in_values) if self.in_vectors is None else len(self.in_vectors)
         return rows, columns
 
     @property
     def size(self) -> int:
-        """p = out · in."""
+        """p = out · in, the number of weights of the matrix."""
         return self.shape[0] * self.shape[1]
 
 
@@ -49,12 +49,12 @@ class Kronecker(Factors, Block):
 
     @property
     def complete(self) -> bool:
-        """Whether the eigenvectors span everything."""
+        """Whether all eigenvectors are there, k = out and m = in; otherwise the rest has the prior's precision."""
         return self.shape == (len(self.out_values), len(self.in_values))
 
     @property
     def precisions(self) -> Tensor:
-        """D (k, m)."""
+        """D (k, m): the precision along every pair of eigenvectors."""
         return torch.outer(self.out_values, self.in_values) + self.prior
 
     def rotate(self, matrix: Tensor) -> Tensor:
@@ -79,11 +79,11 @@ class Kronecker(Factors, Block):
         return (matrix * rest + self.rotate_back(self.rotate(matrix) * (factors - rest))).flatten(-2)
 
     def times(self, rows: Tensor) -> Tensor:
-        """Σ by the eigenpairs."""
+        """(..., p): each row times Σ, in the basis of the eigenvectors."""
         return self._function(rows, 1.0)
 
     def colour(self, noise: Tensor) -> Tensor:
-        """The symmetric root of Σ."""
+        """(..., p): white noise times the symmetric root of Σ."""
         return self._function(noise, 0.5)
 
     def diagonal(self) -> Tensor:

@@ -14,7 +14,7 @@ class Law(Protocol):
 
     @property
     def size(self) -> int:
-        """P, numbers per draw."""
+        """P, the number of weights in a draw θ."""
         ...
 
     @property
@@ -24,7 +24,7 @@ class Law(Protocol):
 
     @property
     def mean(self) -> Tensor:
-        """(P,): the centre of the law."""
+        """(P,): the mean of the law, where a single pass is made."""
         ...
 
     @property
@@ -46,5 +46,5 @@ class Law(Protocol):
 
 
 def buffers_of(law: Law, draw: int) -> Params:
-    """The buffers of one draw."""
+    """The buffers that belong to one draw of a law, by name and without the axis of draws."""
     return {name: value[draw if len(value) > 1 else 0] for name, value in law.buffers.items()}

@@ -30,22 +30,22 @@ class LowRank(Block):
 
     @property
     def size(self) -> int:
-        """p."""
+        """p, the number of weights whose covariance this is."""
         return len(self.prior)
 
     def times(self, rows: Tensor) -> Tensor:
-        """Through the k columns."""
+        """(..., p): each row times Σ, at the cost of k products of length p."""
         white = rows * self.prior.rsqrt()
         inner = (white @ self.vectors) * (self.values / (1 + self.values))
         return (white - inner @ self.vectors.mT) * self.prior.rsqrt()
 
     def colour(self, noise: Tensor) -> Tensor:
-        """The symmetric root."""
+        """(..., p): white noise times a root of Σ, of covariance Σ."""
         inner = (noise @ self.vectors) * ((1 + self.values).rsqrt() - 1)
         return (noise + inner @ self.vectors.mT) * self.prior.rsqrt()
 
     def diagonal(self) -> Tensor:
-        """Prior variance less what the data say."""
+        """(p,): the variances of the prior, 1 / D, less what the k eigenpairs take away from each."""
         return (1 - self.vectors.square() @ (self.values / (1 + self.values))) / self.prior
 
     def times_root(self, rows: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ class Samples:
 
     @property
     def size(self) -> int:
-        """P, numbers per draw."""
+        """P, the number of weights in a draw θ."""
         return self.theta.shape[1]
 
     @property
     def available(self) -> int:
-        """L, the draws there are."""
+        """L, the number of draws that are stored."""
         return len(self.theta)
 
     @property
@@ -42,7 +42,7 @@ class Samples:
         return self.theta[:draws]
 
     def tensors(self) -> Params:
-        """Draws and buffers, to save."""
+        """The draws and their buffers by name, as a file stores them."""
         return {"theta": self.theta, **{f"buffer.{name}": value for name, value in self.buffers.items()}}
 
 

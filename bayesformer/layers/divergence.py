@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesformer.attention import attention_kl, families
+from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Params
 from bayesformer.layers.concrete import ConcreteSite, regularisers
 from bayesformer.layers.variational import Variational
@@ -35,8 +36,8 @@ def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int 
     if params is not None:
         own = {f"model.{name}": value for name, value in params.items()}
         return functional_call(_KlOf(model, num_data), own, ())
-    if num_data is not None and num_data < 1:
-        raise ValueError(f"num_data must be the number of training examples, at least 1; got {num_data}.")
+    if num_data is not None:
+        check_num_data(num_data)
     terms = [module.kl() for module in model.modules() if isinstance(module, Variational)]
     terms += regularisers(model)
     attention = attention_kl(model) if families(model) else None

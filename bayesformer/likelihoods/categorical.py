@@ -121,7 +121,7 @@ def check_labels(classes: int, targets: Tensor, kept: Tensor, ignore_index: int,
     if targets.dtype == torch.bool:
         raise ValueError(
             f"targets of a {name} likelihood must be integers; got torch.bool, which looks like a mask. "
-            "Data are (inputs, targets) or (inputs, targets, mask), in this order."
+            "A mask comes third, (inputs, targets, mask); call .long() if these are labels."
         )
     if targets.is_floating_point():
         raise ValueError(f"targets of a {name} likelihood must be integers; got {targets.dtype}.")

@@ -137,7 +137,7 @@ class Ivon:
         return num_data / self.temperature, 1e-10 if earlier else 1 / (num_data * self.prior_sd**2)
 
     def fit(self, problem: Problem) -> Posterior:
-        """Run IVON."""
+        """Run IVON from the model's weights; the posterior is its diagonal Gaussian."""
         earlier = problem.prior is not None
         ess, decay = self.settings(problem.num_data, earlier)
         law = partial(ivon.law, ess=ess, weight_decay=decay)
@@ -152,7 +152,7 @@ class Ivon:
         num_data: int,
         earlier: bool = False,
     ) -> Transform:
-        """IVON with a cosine down to 0."""
+        """The IVON transform (inference.ivon.build), its step size a cosine down to 0."""
         ess, decay = self.settings(num_data, earlier)
 
         def cosine(step: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Swag:
         prior_of(self.prior)
 
     def fit(self, problem: Problem) -> Posterior:
-        """Watch gradient descent."""
+        """Run gradient descent and fit a Gaussian to the weights it passes through."""
         prototype = Prototype(problem)
         self._check(prototype)
         return fit_gaussian(self, prototype, self.build, partial(swag.law, scale=self.scale), prior=self.prior)
@@ -238,7 +238,7 @@ class Swag:
 
 @dataclass(frozen=True)
 class Ekf:
-    """Extended Kalman filter: one pass over the data, each batch a Bayes update of a Gaussian."""
+    """Extended Kalman filter: one pass over the data, each batch updates a Gaussian by its empirical Fisher matrix."""
 
     kind: Literal["diag", "dense"] = "diag"
     """one precision per weight, or all of them (a few thousand weights)"""
@@ -288,7 +288,7 @@ class Ekf:
             module.law,
             prior=None,
             prior_in_objective=False,
-            training=replace(problem.training, epochs=1, max_steps=None),
+            training=replace(problem.training, epochs=1),
             held=held,
         )
 

@@ -19,7 +19,7 @@ class Mle:
     """Maximum likelihood: one network, the baseline."""
 
     def fit(self, problem: Problem) -> Posterior:
-        """Train one network."""
+        """Train one network without a prior; the posterior is its weights."""
         return fit_points("mle", self, Prototype(problem), 1)
 
 
@@ -50,7 +50,7 @@ class Ensemble:
             raise ValueError(f"ensemble.members must be a whole number, at least 1; got {self.members!r}.")
 
     def fit(self, problem: Problem) -> Posterior:
-        """Train all members."""
+        """Train all members, each with its own start and order of the data."""
         return fit_points("ensemble", self, Prototype(problem), self.members)
 
 

@@ -16,11 +16,11 @@ from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import (
-    around,
     find_modes,
     mode_share,
     posterior_of,
     shortened,
+    subset_stage,
     vector_prior,
 )
 from bayesformer.train.training import Training
@@ -72,7 +72,7 @@ class Chains(ABC):
 
     @abstractmethod
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
-        """The sampler itself."""
+        """The transform of the sampler with this step size and temperature / N."""
 
     def fit(self, problem: Problem) -> Posterior:
         """Find a mode per chain, then sample."""
@@ -88,7 +88,7 @@ class Chains(ABC):
         )
         self.collect(sampling.steps)  # refuses draws that do not fit before the mode is searched for
         modes = find_modes(prototype, name, self.prior, share, self.chains)
-        part = around(prototype, modes, self.subset)
+        part = subset_stage(prototype, modes, self.subset)
         sampling = replace(
             sampling,
             prior=vector_prior(prototype, self.prior, part.space),
@@ -117,7 +117,7 @@ class Sgld(Chains):
     """Stochastic gradient Langevin dynamics."""
 
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
-        """SGLD."""
+        """The SGLD transform (inference.sgld.build) with this step size and temperature / N."""
         return sgld.build(log_joint, lr, temperature)
 
 
@@ -132,7 +132,7 @@ class Psgld(Chains):
     """steps after which the preconditioner stays as it is, so that the chain has a stationary law"""
 
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
-        """Preconditioned SGLD."""
+        """The pSGLD transform (inference.psgld.build) with this step size and temperature / N."""
         return psgld.build(log_joint, lr, temperature, freeze=self.freeze)
 
 
@@ -146,7 +146,7 @@ class Sghmc(Chains):
     """how fast momentum is forgotten"""
 
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
-        """SGHMC."""
+        """The SGHMC transform (inference.sghmc.build) with this step size and temperature / N."""
         return sghmc.build(log_joint, lr, temperature, self.friction)
 
 
@@ -168,7 +168,7 @@ class Sgnht(Chains):
             )
 
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
-        """SGNHT."""
+        """The SGNHT transform (inference.sgnht.build) with this step size and temperature / N."""
         return sgnht.build(log_joint, lr, temperature, self.friction)
 
 
@@ -182,5 +182,5 @@ class Baoab(Chains):
     """how fast momentum is forgotten"""
 
     def transform(self, log_joint: LogJoint, lr: float | Schedule, temperature: float | Schedule) -> Transform:
-        """BAOAB."""
+        """The BAOAB transform (inference.baoab.build) with this step size and temperature / N."""
         return baoab.build(log_joint, lr, temperature, self.friction)

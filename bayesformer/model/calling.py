@@ -1,4 +1,4 @@
-"""How a model is called, and which of its outputs speaks of the targets."""
+"""How a model is called, and which of its outputs the likelihood is given."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def select_output(output: Any) -> Tensor:
-    """The tensor that speaks of the targets: the output itself, its `logits`, or a tuple's first entry."""
+    """The tensor that the likelihood is given: the output itself, its `logits`, or a tuple's first entry."""
     if isinstance(output, Tensor):
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)

@@ -43,3 +43,13 @@ def set_training(module: nn.Module, held: Iterable[str] = ()) -> None:
     module.train()
     for name in held:
         module.get_submodule(name).training = False
+
+
+def check_eval(model: nn.Module, reason: str) -> None:
+    """Refuse a model of which a part is in training mode; `reason` says what that would do."""
+    training = next((path for path, module in model.named_modules() if module.training), None)
+    if training is not None:
+        raise ValueError(
+            f"model must be in eval mode: {reason}; got a model whose {training or 'root'} module is training. "
+            "Call model.eval()."
+        )

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+
+from bayesformer.core.compat import tree_map
 
 HALVES = (torch.bfloat16, torch.float16)
 READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # read weights of their children without calling them

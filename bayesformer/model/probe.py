@@ -29,7 +29,7 @@ CHECKPOINT = "CheckpointFunctionBackward"  # re-entrant checkpointing hides the 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one pass did."""
+    """What one trial pass of a shell did to weights, buffers and the user's own tensors."""
 
     unused: tuple[str, ...]  # inferred weights that the output does not depend on
     touched: tuple[str, ...]  # tensors of the user's model that an operation received other than through the shell

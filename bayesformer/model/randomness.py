@@ -26,10 +26,11 @@ from typing import Any, Literal
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from bayesformer.core.compat import TorchDispatchMode, tree_leaves
 from bayesformer.core.draws import Generators, drawing_from
-from bayesformer.core.seeds import GLOBAL_STREAMS, global_streams
+from bayesformer.core.global_random import GLOBAL_STREAMS, global_streams
 from bayesformer.model.pass_mode import (
     PassMode,
     bound,
@@ -174,7 +175,10 @@ def _tried(module: nn.Module, call: Callable[[], Any], backward: bool, dropout_r
         outputs = _tensors(call())
         if backward:
             watch.in_backward = True
-            _total(outputs).backward()
+            try:
+                _total(outputs).backward()
+            except CheckpointError:  # dropout in fused attention is taken apart in the forward pass alone
+                watch.reason = "the backward pass computes checkpointed segments again, with dropout in them"
     return Randomness(
         functions=tuple(sorted(mode.called)),
         library=watch.given and not mode.called,

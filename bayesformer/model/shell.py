@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.compat import named_slots
+from bayesformer.core.compat import buffer_slots
 from bayesformer.core.types import Params
 from bayesformer.model.calling import apply
 from bayesformer.model.leaves import Leaf, alias, own, window
 from bayesformer.model.precision import Caster, Collector, StagedWeights
-from bayesformer.model.skeleton import Facts, Skeleton, dress
+from bayesformer.model.skeleton import Facts, Skeleton, copy_gradient_hooks
 from bayesformer.model.space import Space
 
 
@@ -37,12 +37,12 @@ class Shell:
             self.module, hooks, self._alive = skeleton.build(self._resolve)
             self.load(self.theta)
         if gradients:
-            dress(self.weights, hooks)
+            copy_gradient_hooks(self.weights, hooks)
         self._prepare()
         self._slots = [
-            (f"{path}.{key}" if path else key, named_slots(module), key)
+            (f"{path}.{key}" if path else key, buffer_slots(module), key)
             for path, module in self.module.named_modules()
-            for key in named_slots(module)
+            for key in buffer_slots(module)
         ]
 
     def load(self, theta: Tensor) -> None:

@@ -88,6 +88,7 @@ class Skeleton:
         self.origin = Origin([*_earlier(model), *_found(walk.table, names)])
         self.facts = self._facts(walk.shared)
         self.versions = self._versions()
+        self.samples = self._samples()
 
     def shell(self, gradients: bool = True, theta: Tensor | None = None) -> Shell:
         """The module with weights of its own: those of the model, or the vector `theta` (P,), used without a copy."""
@@ -104,7 +105,7 @@ class Skeleton:
             return window(leaf, leaf.tensor) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
-        dress(dict(module.named_parameters()), hooks)
+        copy_gradient_hooks(dict(module.named_parameters()), hooks)
         module.__dict__[ORIGIN] = self.origin
         return module
 
@@ -125,7 +126,7 @@ class Skeleton:
             return window(leaf, made[leaf.name]) if leaf.role == "window" else own(leaf)
 
         module, hooks, _ = self.build(resolve)
-        dress({name: p for name, p in made.items() if p.requires_grad}, hooks)
+        copy_gradient_hooks({name: p for name, p in made.items() if p.requires_grad}, hooks)
         slots = dict(module.named_buffers())
         with torch.no_grad():
             for name, value in (buffers or {}).items():
@@ -133,12 +134,17 @@ class Skeleton:
         return module
 
     def changed(self) -> str | None:
-        """The first weight outside the Space that torch has written into since the walk; None if there is none.
+        """The first weight outside the Space that was written into since the walk; None if there is none.
 
-        Sees optimisers, load_state_dict and in-place operations, not writes through `.data`.
+        Sees optimisers, load_state_dict and in-place operations by torch's own count of writes, and writes through
+        `.data`, as PEFT merges adapters, by a few numbers of every weight.
         """
         now = self._versions()
-        return next((self.leaves[place].name for place in now if now[place] != self.versions[place]), None)
+        for place, writes in now.items():
+            leaf = self.leaves[place]
+            if writes != self.versions[place] or not torch.equal(_sampled(leaf.tensor), self.samples[place]):
+                return leaf.name
+        return None
 
     def build(self, resolve: Callable[[Leaf], Tensor]) -> tuple[nn.Module, dict[str, list[Any]], list[Any]]:
         """The module with tensors that `resolve` gives, gradient hooks by weight, and what weak references point to."""
@@ -160,24 +166,25 @@ class Skeleton:
         """The structure as bytes for another process of the same program, and the tensors by key.
 
         Classes and functions of a script travel by value (cloudpickle). The tensors may travel as a file that the
-        process maps; `Skeleton.arrive` puts both together.
+        process maps; `Skeleton.from_portable` puts both together.
         """
         from bayesformer.model.portable import dump
 
         return dump(self)
 
     @classmethod
-    def arrive(cls, structure: bytes, tensors: Mapping[str, Tensor]) -> Skeleton:
+    def from_portable(cls, structure: bytes, tensors: Mapping[str, Tensor]) -> Skeleton:
         """The skeleton whose `portable` form this is."""
         from bayesformer.model.portable import load
 
         skeleton = cls.__new__(cls)
         skeleton.__dict__.update(load(structure, tensors))
         skeleton.versions = skeleton._versions()
+        skeleton.samples = skeleton._samples()
         return skeleton
 
     def __reduce__(self) -> Any:
-        return Skeleton.arrive, self.portable()
+        return Skeleton.from_portable, self.portable()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Skeleton:
         return self  # nothing in it changes
@@ -194,6 +201,10 @@ class Skeleton:
 
     def _versions(self) -> dict[int, int]:
         return {place: version(leaf.tensor) for place, leaf in self.leaves.items() if leaf.role == "alias"}
+
+    def _samples(self) -> dict[int, Tensor]:
+        """A few numbers of every aliased weight, copied."""
+        return {place: _sampled(self.leaves[place].tensor).clone() for place in self.versions}
 
     def _facts(self, shared: dict[str, int]) -> Facts:
         narrow = [leaf for leaf in self.weights.values() if self.is_staged(leaf)]
@@ -224,7 +235,7 @@ def shadow(model: nn.Module, infer: Choice | Space = None) -> nn.Module:
     return Skeleton(model, space).shadow()
 
 
-def dress(weights: Mapping[str, Tensor], hooks: Mapping[str, list[Any]]) -> None:
+def copy_gradient_hooks(weights: Mapping[str, Tensor], hooks: Mapping[str, list[Any]]) -> None:
     """Give weights the gradient hooks that the user's have."""
     for name, found in hooks.items():
         for hook in found if name in weights else ():
@@ -253,3 +264,11 @@ def _earlier(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _found(table: list[Any], names: Mapping[int, str]) -> list[tuple[str, Tensor]]:
     tensors = [t for t in table if isinstance(t, Tensor) and (id(t) in names or isinstance(t, nn.Parameter))]
     return [(names.get(id(t), UNNAMED), t) for t in tensors]
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """(at most 16,): numbers of a tensor at equal distances; NaN counts as a number of its own."""
+    if not tensor.is_contiguous():
+        tensor = tensor.detach().flatten()
+    flat = tensor.detach().view(-1)
+    return torch.nan_to_num(flat[:: max(1, len(flat) // 16)][:16].float() if flat.is_floating_point() else flat[:16])

@@ -78,7 +78,7 @@ class Space:
         ends = list(accumulate(self.sizes, initial=0))
         return {name: slice(start, stop) for name, start, stop in zip(self.names, ends[:-1], ends[1:], strict=True)}
 
-    def select(self, subset: Choice) -> Space:
+    def select(self, subset: Choice, label: str = "subset") -> Space:
         """The smaller Space that `subset` chooses, in the order of this one; None chooses all.
 
         A predicate is asked with the name and a tensor of that shape and dtype that has no values.
@@ -89,7 +89,7 @@ class Space:
             name: torch.empty(shape, dtype=self.dtype, device="meta")
             for name, shape in zip(self.names, self.shapes, strict=True)
         }
-        return self._only(set(_choose(subset, dict(zip(self.names, self._others(), strict=True)), stand_ins, "subset")))
+        return self._only(set(_choose(subset, dict(zip(self.names, self._others(), strict=True)), stand_ins, label)))
 
     def without(self, other: Space) -> Space:
         """The weights of this Space that are not in `other`; it may be empty."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from bayesformer.core.compat import initialise_part, initialises_parts, reset_function
 from bayesformer.model.shell import Shell
 
 PARAMETRISATIONS = "parametrizations"  # the submodule in which torch keeps them
@@ -18,9 +19,9 @@ PARAMETRISATIONS = "parametrizations"  # the submodule in which torch keeps them
 def draw_anew(shell: Shell, names: frozenset[str]) -> None:
     """Give the inferred weights of these names fresh random values, as the module that owns them initialises itself.
 
-    Values come from torch's global stream. A model of transformers uses its own `_init_weights`. Weights under a
-    parametrisation (weight_norm, orthogonal) get the originals of a fresh weight. LoRA adapters start as PEFT starts
-    them, with B = 0. All other weights keep their values: they are never written, not even for a moment.
+    Values come from torch's global stream. A model of transformers initialises its parts by its own rules. Weights
+    under a parametrisation (weight_norm, orthogonal) get the originals of a fresh weight. LoRA adapters start as
+    PEFT starts them, with B = 0. All other weights keep their values: they are never written, not even for a moment.
     """
     chosen = {id(shell.weights[name]) for name in names}
     for path, module in shell.module.named_modules():
@@ -110,7 +111,7 @@ def _invert(parametrised: Any, value: Any, chosen: set[int]) -> None:
 
 
 def _reset(path: str, module: nn.Module, root: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    reset = reset_function(module)
     owner = _pretrained_owner(path, root)
     if reset is None and owner is None:
         raise ValueError(
@@ -121,9 +122,17 @@ def _reset(path: str, module: nn.Module, root: nn.Module) -> None:
     if reset is not None:
         reset()
     if owner is not None:  # what it does not know stays as torch draws it
-        for parameter in module.parameters(recurse=False):
-            vars(parameter).pop("_is_hf_initialized", None)  # transformers passes over weights that were loaded
-        owner._init_weights(module)  # type: ignore[operator]
+        initialise_part(owner, module)
+
+
+def adapters_of(model: nn.Module) -> list[list[Any]]:
+    """The states that PEFT's layers are in, each once: active adapters, whether they are merged, whether disabled."""
+    found = set()
+    for module in model.modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "merged") and hasattr(module, "disable_adapters"):
+            active: Any = module.active_adapters
+            found.add((tuple(active), bool(module.merged), bool(module.disable_adapters)))
+    return [[list(active), merged, disabled] for active, merged, disabled in sorted(found)]
 
 
 def _reset_adapters(module: Any, chosen: set[int]) -> None:
@@ -145,7 +154,7 @@ def _pretrained_owner(path: str, root: nn.Module) -> nn.Module | None:
     parts = path.split(".") if path else []
     for i in range(len(parts), -1, -1):
         module = root.get_submodule(".".join(parts[:i]))
-        if hasattr(module, "_init_weights") and hasattr(module, "config"):
+        if initialises_parts(module):
             return module
     return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import logging
 import pickle
 import sys
 import threading
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 
 from bayesformer.core.compat import COMPILED_CALL
 from bayesformer.model.admission import refuse_module
+
+log = logging.getLogger("bayesformer")
 
 PLAIN = frozenset({str, int, float, bool, type(None), tuple, list, dict, bytes, set, frozenset, complex})
 REFERRED = (
@@ -89,7 +92,7 @@ class Walk(pickle.Pickler):
         self._scopes = dict[int, Scope]()
 
     def run(self, root: Any) -> bytes:
-        """The bytes of a structure."""
+        """The bytes from which `root` can be built again, given the objects in `table`."""
         try:
             self.dump(root)
         except RecursionError:
@@ -111,7 +114,7 @@ class Walk(pickle.Pickler):
         return self._place(obj) if issubclass(kind, REFERRED) or kind is object or _is_constant(obj) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is built again."""
+        """How an object is built again: a pickle protocol hook, called once for every object."""
         if issubclass(type(obj), nn.Module):
             return self._module(obj)
         if type(obj) is FunctionType:
@@ -142,7 +145,8 @@ class Walk(pickle.Pickler):
         reducer = copyreg.dispatch_table.get(type(obj))
         try:
             return reducer(obj) if reducer is not None else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:  # an object's own code says that it cannot be copied, by whatever error: locks, files, ...
+        except Exception as error:  # an object's own code refuses to be copied, by whatever error: locks, files, ...
+            log.debug("an object of %s is shared, not copied: %r", type(obj).__qualname__, error)
             return self._share(obj)
 
     def _share(self, obj: Any) -> Any:

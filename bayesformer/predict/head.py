@@ -140,7 +140,7 @@ def features_of(outputs: Tensor, sites: Sequence[Site]) -> dict[str, Tensor]:
     """For each parameter whose only use gives the outputs, its features in their shape, (B, ..., D)."""
     uses, found = Counter(site.name for site in sites), {}
     for site in sites:
-        if not gives(site, outputs) or uses[site.name] > 1 or site.part.index is not None or outputs.dim() == 1:
+        if not is_output_of(site, outputs) or uses[site.name] > 1 or site.part.index is not None or outputs.dim() == 1:
             continue
         if isinstance(site, LinearSite) and not site.turned:
             found[site.name] = site.inputs.reshape(*outputs.shape[:-1], -1)
@@ -149,7 +149,7 @@ def features_of(outputs: Tensor, sites: Sequence[Site]) -> dict[str, Tensor]:
     return found
 
 
-def gives(site: Site, outputs: Tensor) -> bool:
-    """Whether what this site gives is the model's outputs."""
+def is_output_of(site: Site, outputs: Tensor) -> bool:
+    """Whether the result of this site is the model's outputs, with nothing between them."""
     edge = site.edge
     return edge is not None and edge.node is outputs.grad_fn and edge.output_nr == outputs.output_nr

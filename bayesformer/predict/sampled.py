@@ -70,9 +70,9 @@ class DrawPlan:
     def randomness(self, shell: Shell, inputs: Inputs) -> Randomness:
         """How a pass draws its random numbers, by one trial on two examples: some models do in evaluation mode, too."""
         self.load(shell, 0)
-        few = map_inputs(inputs, lambda x: x[:2])
+        trial_inputs = map_inputs(inputs, lambda x: x[:2])
         with self.drawing(shell), torch.no_grad():
-            return find_randomness(shell.module, lambda: shell(few), dropout_rate=self.dropout_rate)
+            return find_randomness(shell.module, lambda: shell(trial_inputs), dropout_rate=self.dropout_rate)
 
 
 class Sampler:
@@ -82,7 +82,7 @@ class Sampler:
         shell: of one thread.
         how: what a draw is.
         count: draws.
-        few: a few inputs to try things on.
+        trial_inputs: inputs of some examples, for trial passes.
         strategy: "auto", "looped" or "batched".
         known: findings of earlier trials on the same model, added to.
         examples: in a batch, about, which decides whether draws go through one pass.
@@ -93,7 +93,7 @@ class Sampler:
         shell: Shell,
         how: DrawPlan,
         count: int,
-        few: Inputs,
+        trial_inputs: Inputs,
         strategy: Strategy = "auto",
         known: dict[Any, Any] | None = None,
         examples: int = 1,
@@ -103,10 +103,10 @@ class Sampler:
             raise ValueError(f"strategy must be 'auto', 'looped' or 'batched' for predictions; got {strategy!r}.")
         self.shell, self.how, self.count, self.examples = shell, how, count, examples
         self.known = {} if known is None else known  # findings of earlier trials on the same model
-        self.random = self._found(("randomness", how.noisy, how.attention), lambda: how.randomness(shell, few))
+        self.random = self._found(("randomness", how.noisy, how.attention), lambda: how.randomness(shell, trial_inputs))
         self.device = shell.theta.device
         self.generators = how.generators(range(count), self.device)
-        self.together = self._group(few, strategy)
+        self.together = self._group(trial_inputs, strategy)
 
     def passes(self, batches: Sequence[Inputs]) -> Iterator[tuple[int, int, Tensor]]:
         """(first draw, number of the batch, outputs (l, B, ...)) for all draws and batches; weights are loaded once."""
@@ -157,7 +157,7 @@ class Sampler:
         params |= {name: torch.stack([own[name] for own in buffers]) for name in buffers[0]}
         return vmapped_outputs(self.shell, params, inputs)
 
-    def _group(self, few: Inputs, strategy: Strategy) -> int:
+    def _group(self, trial_inputs: Inputs, strategy: Strategy) -> int:
         """Draws per pass: by the size of the problem, and only if draws made together are those made alone."""
         if self.count == 1 or strategy == "looped":
             return 1
@@ -165,7 +165,7 @@ class Sampler:
         key = ("together", self.how.noisy, self.how.attention)
 
         def veto() -> str | None:
-            reason: str | None = self._found(key, lambda: self._why_not_together(few))
+            reason: str | None = self._found(key, lambda: self._why_not_together(trial_inputs))
             return reason
 
         if strategy == "batched":
@@ -174,12 +174,12 @@ class Sampler:
                 raise ValueError(f"strategy 'batched' is not possible here: {reason}. Use 'looped'.")
             return size
         weights = 0 if self.how.noisy else self.shell.space.size
-        shapes = tuple(tuple(x.shape) for x in tensors_of(few))
+        shapes = tuple(tuple(x.shape) for x in tensors_of(trial_inputs))
 
         def largest() -> int:
-            """Numbers in the largest tensor of a pass over one batch, scaled up from a few examples."""
-            found: int = self._found(("largest", *shapes), lambda: largest_tensor(lambda: self.trial(few)))
-            return found * self.examples // len(first_tensor(few))
+            """Numbers in the largest tensor of a pass over one batch, scaled up from the trial inputs."""
+            found: int = self._found(("largest", *shapes), lambda: largest_tensor(lambda: self.trial(trial_inputs)))
+            return found * self.examples // len(first_tensor(trial_inputs))
 
         return size if choose(self.count, weights, largest, self.device, veto=veto) == "batched" else 1
 
@@ -188,7 +188,7 @@ class Sampler:
             self.known[key] = find()
         return self.known[key]
 
-    def _why_not_together(self, few: Inputs) -> str | None:
+    def _why_not_together(self, trial_inputs: Inputs) -> str | None:
         noisy, random = self.how.noisy, self.random
         rules = (
             (random.kind == "global", f"one pass has one stream: {random.torch_stream or random.python_streams}"),
@@ -201,15 +201,15 @@ class Sampler:
             ),
         )
         reason = next((reason for holds, reason in rules if holds), None)
-        return reason or self._compared(few)
+        return reason or self._compared(trial_inputs)
 
-    def _compared(self, few: Inputs) -> str | None:
+    def _compared(self, trial_inputs: Inputs) -> str | None:
         """Two draws in one pass against the same two one by one: in what way they differ, or None."""
-        few = map_inputs(few, lambda x: x[:2])
+        trial_inputs = map_inputs(trial_inputs, lambda x: x[:2])
         first = self._apart(2)
-        alone = torch.stack([first.one(draw, few) for draw in (0, 1)])
+        alone = torch.stack([first.one(draw, trial_inputs) for draw in (0, 1)])
         try:
-            together = self._apart(2)._several((0, 1), few)
+            together = self._apart(2)._several((0, 1), trial_inputs)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"the model does not take several draws at once ({str(error).splitlines()[0]})"
         same = together.shape == alone.shape and torch.allclose(together, alone, 1e-3, 1e-4)

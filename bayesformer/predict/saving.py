@@ -20,6 +20,7 @@ from bayesformer.layers.preparation import Preparation
 from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import shadow
 from bayesformer.model.space import Space
+from bayesformer.model.starting import adapters_of
 from bayesformer.version import __version__
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def save(posterior: Posterior, folder: Path) -> Path:
         "likelihood": likelihoods.to_json(posterior.likelihood),
         "space": posterior.space.to_json(),
         "infer": list(infer),
+        "adapters": adapters_of(model),
         "preparation": posterior.preparation.to_json(),
         "attention": describe_families(model),
         "prepared_attention": describe_families(_prepared(model, infer, posterior.preparation)),
@@ -72,6 +74,12 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
         raise DamagedFileError(f"posterior {folder} was altered: its checksum differs.")
     frozen = {k.removeprefix("frozen."): v for k, v in tensors.items() if k.startswith("frozen.")}
     preparation, space = Preparation.from_json(saved["preparation"]), Space.from_json(saved["space"])
+    adapters = adapters_of(model)
+    if saved.get("adapters", adapters) != adapters:
+        raise DamagedFileError(
+            f"posterior {folder} belongs to a model whose adapters are {saved['adapters']} (active, merged, disabled); "
+            f"those of this one are {adapters}. Call set_adapter, unmerge_adapter or enable_adapter_layers first."
+        )
     infer = tuple(saved["infer"])
     base = _with_attention(unwrap(model), saved["attention"], infer, folder)
     _check_fits(folder, base, space, infer, preparation, saved["prepared_attention"])
@@ -192,7 +200,7 @@ def _first_format(folder: Path, saved: dict[str, Any], model: nn.Module) -> dict
     return {
         "model": model,
         "likelihood": likelihoods.from_json(saved["likelihood"]),
-        "law": from_tensors({name: tensor.to(space_device(model)) for name, tensor in tensors.items()}),
+        "law": from_tensors({name: tensor.to(device_of_model(model)) for name, tensor in tensors.items()}),
         "space": space,
         "noisy_draws": saved["noisy_draws"],
         "dropout_rate": rate,
@@ -203,6 +211,6 @@ def _first_format(folder: Path, saved: dict[str, Any], model: nn.Module) -> dict
     }
 
 
-def space_device(model: nn.Module) -> torch.device:
-    """The device of a model's first parameter."""
+def device_of_model(model: nn.Module) -> torch.device:
+    """The device of a model's first parameter, on which its law is put."""
     return next(model.parameters()).device

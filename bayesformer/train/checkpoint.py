@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.errors import DamagedFileError
-from bayesformer.core.storage import read_checked, read_json, write_json, write_tensors
+from bayesformer.core.storage import checksum, read_checked, read_json, write_json, write_tensors
 from bayesformer.core.strategy import Chosen, Strategy
 from bayesformer.core.types import Params
 from bayesformer.version import __version__
@@ -46,7 +46,7 @@ class Saver:
             _read(self.run, self.job, self.path, self.identity)
 
 
-def honoured_strategy(folder: Path | None, label: str, wanted: Strategy) -> tuple[Strategy, str | None]:
+def resume_strategy(folder: Path | None, label: str, wanted: Strategy) -> tuple[Strategy, str | None]:
     """The strategy for a stage whose checkpoints are in a folder, and why "auto" must not batch, if it must not.
 
     Members that were begun in lockstep go on in lockstep, those begun alone go on alone, in a loop or in processes,
@@ -89,6 +89,8 @@ def job_identity(job: Job) -> str:
         "data": job.data.fingerprint(),
         "validation": None if job.validation is None else job.validation.fingerprint(),
         "space": job.shell.space.to_json(),
+        "module": str(job.shell.module),
+        "frozen": checksum(_frozen(job)),
         "likelihood": repr(job.likelihood),
         "collect": None if job.collect is None else asdict(job.collect),
         "steps": job.steps,
@@ -98,6 +100,13 @@ def job_identity(job: Job) -> str:
         **job.identity,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _frozen(job: Job) -> Params:
+    """The weights that training leaves alone, by name: what is learned on one base is wrong on another."""
+    own = dict(job.shell.module.named_parameters(remove_duplicate=False))
+    inferred = {id(own[name]) for name in job.shell.space.names}
+    return {name: weight.detach() for name, weight in own.items() if id(weight) not in inferred}
 
 
 def _write(run: TrainingRun, job: Job, path: Path, identity: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
+from bayesformer.core.errors import is_out_of_memory
 from bayesformer.core.seeds import generator
 from bayesformer.core.types import Params
 from bayesformer.core.vectors import THETA
@@ -12,6 +15,8 @@ from bayesformer.inference.ekf_common import Scores, looped_scores, scores
 from bayesformer.model.modes import set_training
 from bayesformer.train.objective import Objective
 from bayesformer.train.prototype import Prototype
+
+log = logging.getLogger("bayesformer")
 
 
 def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
@@ -30,11 +35,15 @@ def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
         return looped_scores
     try:
         together = _tried(prototype, held, scores)
-    except (RuntimeError, ValueError, IndexError, NotImplementedError):
+    except (RuntimeError, ValueError, IndexError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise
+        log.info("gradients of examples are computed one by one: the model cannot be vmapped (%s)", error)
         return looped_scores
     if prototype.randomness.kind == "none":
         alone = _tried(prototype, held, looped_scores)
         if not torch.allclose(together[THETA], alone[THETA], 1e-3, 1e-5):
+            log.info("gradients of examples are computed one by one: those of a vmapped pass differ")
             return looped_scores
     return scores
 
@@ -46,4 +55,4 @@ def _tried(prototype: Prototype, held: tuple[str, ...], way: Scores) -> Params:
     objective = Objective(shell, prototype.likelihood, prototype.problem.num_data)
     noise = generator(0, "trial", device=shell.theta.device)
     with prototype.randomness.passing(noise, prototype.dropout_rate):
-        return way(objective, {THETA: shell.theta}, prototype.few)[2]
+        return way(objective, {THETA: shell.theta}, prototype.trial_batch)[2]

@@ -31,7 +31,7 @@ from bayesformer.train.collect import Collect
 from bayesformer.train.convergence import has_converged
 from bayesformer.train.training import Training
 
-CHECK_EVERY = 20  # steps between looks for NaN: a look waits for the device
+CHECK_EVERY = 20  # steps between checks for NaN: a check waits for the device
 SCORE_CHUNK = 256  # validation examples per pass
 
 
@@ -101,12 +101,12 @@ class TrainingRun:
     best_score: Tensor  # (L,)
     best_epoch: Tensor  # (L,)
     stopped: Tensor  # (L,)
-    stale: Tensor  # (L,), looks at the validation data since the best one
+    stale: Tensor  # (L,), validation evaluations since the best one
     values: list[Tensor]  # log joints of the epoch that is going on, each () or (L,)
     history: list[dict[str, list[float]]]
     draws: list[Tensor]  # each like theta
     draw_buffers: list[Params]
-    latest: dict[str, list[float]] = field(default_factory=dict)  # the last look at validation data in this epoch
+    latest: dict[str, list[float]] = field(default_factory=dict)  # scores of the epoch's last validation evaluation
     total: int = 0  # steps made in all
     seconds: float = 0.0  # spent before this session
     began: float = field(default_factory=time.perf_counter)
@@ -195,7 +195,7 @@ def _epoch(run: TrainingRun, job: Job, saver: checkpoints.Saver) -> None:
 
 
 def _end_epoch(run: TrainingRun, job: Job) -> None:
-    """Note the epoch in the history, after a look at the validation data if one is due."""
+    """Note the epoch in the history, after a validation evaluation if one is due."""
     every = job.training.evaluate_every
     unseen = _ended(run, job, run.epoch + 1) and every is not None and run.total % every
     if every is None or unseen:  # the last weights are judged in any case

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.errors import unknown_name
+from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.layers import has_random_parts
 from bayesformer.likelihoods import Likelihood, as_likelihood
@@ -74,16 +75,14 @@ def loss(
     """
     if per not in get_args(Per):
         raise unknown_name("per", per, get_args(Per))
-    if num_data < 1:
-        raise ValueError(f"num_data must be the number of training examples, at least 1; got {num_data}.")
+    check_num_data(num_data)
     if temperature < 0:
         raise ValueError(f"temperature must be at least 0; got {temperature}.")
     known = _checked(likelihood, model, targets)
     batch = Batch(decoder_inputs(model, inputs, targets), targets, mask)
     kappa = temperature if has_random_parts(model) else None
-    value, _ = bound(apply(model, batch.inputs), model, batch, known, num_data, kappa)
-    if prior is not None:
-        value = value + _log_prior(model, prior) / num_data
+    log_prior = None if prior is None else _log_prior(model, prior)
+    value, _ = bound(apply(model, batch.inputs), model, batch, known, num_data, kappa, log_prior)
     return -value if per == "example" else -value / _positions(known, batch)
 
 

@@ -22,7 +22,7 @@ from bayesformer.inference import optimise
 from bayesformer.laws.samples import shared
 from bayesformer.model.modes import set_training
 from bayesformer.model.skeleton import Skeleton
-from bayesformer.train.checkpoint import honoured_strategy, record_strategy
+from bayesformer.train.checkpoint import record_strategy, resume_strategy
 from bayesformer.train.collect import Collect
 from bayesformer.train.loop import Job, Trained, train
 from bayesformer.train.objective import KlWeight, Objective, Term
@@ -153,9 +153,9 @@ class Stage:
 
     def largest(self) -> int:
         """Numbers in the largest tensor of a forward pass on one batch, scaled up from two examples."""
-        shell, few = self.skeleton(0).shell(gradients=False), self.prototype.few
-        found = largest_tensor(lambda: self.prototype.trial(shell, few))
-        return found * self.training.batch_size // len(few.targets)
+        shell, batch = self.skeleton(0).shell(gradients=False), self.prototype.trial_batch
+        found = largest_tensor(lambda: self.prototype.trial(shell, batch))
+        return found * self.training.batch_size // len(batch.targets)
 
     def shared(self) -> dict[str, Tensor]:
         """The model's weights and the data in memory, which worker processes map instead of getting copies."""
@@ -219,7 +219,7 @@ def fit_stage(stage: Stage, members: int) -> Fitted:
     """Train all members of a stage, however they are run."""
     problem = stage.problem
     folder, count = problem.checkpoint, range(members)
-    wanted, veto = honoured_strategy(folder, stage.label, problem.strategy)
+    wanted, veto = resume_strategy(folder, stage.label, problem.strategy)
     strategy = decide(stage, count, wanted, problem.workers, veto)
     record_strategy(folder, stage.label, strategy)
     results = run_as(stage, count, strategy, problem.workers, problem.reporter)

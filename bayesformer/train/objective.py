@@ -4,7 +4,7 @@
 
 N is the number of training examples, κ the weight of the KL terms (a temperature, perhaps annealed). An example's
 positions are summed, so that one example is one datum. KL(weights) is that of random layers, one draw for all data;
-KL_n(attention) that of the attention weights of example n. Nothing else in the library scales by N, by tokens or by κ.
+KL_n(attention) that of the attention weights of example n. `fit`, `loss` and `log_joint` all evaluate it by `bound`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
-from bayesformer.core.compat import transformed
+from bayesformer.core.compat import transformed, tree_map
+from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.core.vectors import THETA
 from bayesformer.layers import has_random_parts, kl_divergence
@@ -66,8 +66,9 @@ def bound(
     likelihood: Likelihood,
     num_data: int,
     kappa: Tensor | float | None,
+    log_prior: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """1/B Σ_n log p(y_n | x_n) - κ (KL(weights) / N + 1/B Σ_n KL_n(attention)), (), and its two parts by name.
+    """1/B Σ_n log p(y_n | x_n) - κ (KL(weights) / N + 1/B Σ_n KL_n(attention)) + log p(θ) / N, (), and parts by name.
 
     Args:
         outputs: of the module on the batch; its KL is that of this pass.
@@ -76,12 +77,16 @@ def bound(
         likelihood: of the targets given the outputs.
         num_data: N.
         kappa: the weight κ of the KL terms; None for a module that has none.
+        log_prior: log p(θ), (); None leaves it out, as `Objective` does, which writes its gradient in place.
     """
     value = likelihood.log_prob(outputs, batch.targets, batch.mask).mean()
     named = {"log_likelihood": value.detach()}
     if kappa is not None:
         kl = kappa * kl_divergence(module, num_data=num_data).mean()
         value, named["kl"] = value - kl, kl.detach()
+    if log_prior is not None:
+        share = log_prior / num_data
+        value, named["log_prior"] = value + share, share.detach()
     return value, named
 
 
@@ -105,8 +110,7 @@ class Objective:
         samples: int = 1,
         autocast: bool = False,
     ) -> None:
-        if num_data < 1:
-            raise ValueError(f"num_data must be the number of training examples, at least 1; got {num_data}.")
+        check_num_data(num_data)
         if samples < 1:
             raise ValueError(f"samples must be at least 1; got {samples}.")
         self.shell, self.likelihood, self.num_data = shell, likelihood, num_data

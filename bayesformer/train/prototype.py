@@ -23,10 +23,10 @@ from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
-from bayesformer.model.starting import draw_anew, redraw_untrained_adapters
+from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_adapters
 from bayesformer.train.problem import Problem
 
-FEW = 2  # examples that a model is tried on
+TRIAL_EXAMPLES = 2  # examples that a model is tried on
 log = logging.getLogger("bayesformer")
 
 
@@ -55,33 +55,34 @@ class Prototype:
         with stream(problem.seed, "init", 0):
             self.model = problem.model if isinstance(problem.model, nn.Module) else problem.model()
             self.chosen = Space.of(self.model, problem.infer)
+            _refuse_merged(self.model, self.chosen)
             self.prepared = self.preparation(shadow(self.model, self.chosen.names))
         self.space = Space.of(self.prepared)
         self.skeleton = Skeleton(self.prepared, self.space)
         self.data, self.validation = self._data(problem.data), None
         if problem.validation is not None:
             self.validation = self._data(problem.validation)
-        self.likelihood = resolve(problem.likelihood, self.model, self.few)
+        self.likelihood = resolve(problem.likelihood, self.model, self.trial_batch)
         self._check(self.data, "train")
         if self.validation is not None:
             self._check(self.validation, "validation")
 
     def _data(self, data: Batches) -> Batches:
         """The data, with decoder inputs made of the labels where the model is an encoder-decoder without them."""
-        few = data.first(FEW)
-        made = decoder_inputs(self.model, few.inputs, few.targets)
-        return data if made is few.inputs else Mapped(data, _DecoderInputs(self.model))
+        first = data.first(TRIAL_EXAMPLES)
+        made = decoder_inputs(self.model, first.inputs, first.targets)
+        return data if made is first.inputs else Mapped(data, _DecoderInputs(self.model))
 
     @cached_property
-    def few(self) -> Batch:
-        """A few examples, on the device of the weights."""
-        return batch_to(self.data.first(FEW), self.skeleton.device)
+    def trial_batch(self) -> Batch:
+        """The first examples, on which the model is tried, on the device of the weights."""
+        return batch_to(self.data.first(TRIAL_EXAMPLES), self.skeleton.device)
 
     @cached_property
     def probed(self) -> Probe:
         """What a training pass does: weights it leaves out, buffers it changes."""
         shell = self.skeleton.shell()
-        found = probe(shell, self.few.inputs, training=True)
+        found = probe(shell, self.trial_batch.inputs, training=True)
         by_kl = family_weights(self.prepared)  # the KL of attention may depend on them
         unused = [name for name in found.unused if name not in by_kl]
         if unused:
@@ -110,7 +111,7 @@ class Prototype:
         """How a training pass with its backward pass draws random numbers."""
         shell = self.skeleton.shell()
         set_training(shell.module, self.held)
-        return find_randomness(shell.module, lambda: shell(self.few.inputs), True, self.dropout_rate)
+        return find_randomness(shell.module, lambda: shell(self.trial_batch.inputs), True, self.dropout_rate)
 
     def check_single(self) -> None:
         """Refuse batches of one example for a model that normalises by its batch, before anything is trained."""
@@ -126,12 +127,12 @@ class Prototype:
             ) from error
 
     @cached_property
-    def at_rest(self) -> Randomness:
-        """How a pass in evaluation mode draws random numbers, which few models do."""
+    def evaluation_randomness(self) -> Randomness:
+        """How a pass in evaluation mode draws random numbers, as a small number of models do."""
         shell = self.skeleton.shell(gradients=False)
         shell.module.eval()
         with torch.no_grad():
-            return find_randomness(shell.module, lambda: shell(self.few.inputs))
+            return find_randomness(shell.module, lambda: shell(self.trial_batch.inputs))
 
     def start(self, member: int) -> Start:
         """Where a member starts, as the problem's `init` says.
@@ -149,7 +150,7 @@ class Prototype:
                 skeleton = Skeleton(prepared, self.space)
             shell = skeleton.shell(gradients=False)
             if problem.init != "given":
-                names = self.space.names if problem.init == "fresh" else self.space.select(problem.head).names
+                names = self.space.names if problem.init == "fresh" else self.space.select(problem.head, "head").names
                 draw_anew(shell, frozenset(names))
             elif given and member > 0:
                 redraw_untrained_adapters(shell)
@@ -171,27 +172,35 @@ class Prototype:
             other = dict(self.problem.model().named_parameters())
         return {name: p.detach() for name, p in frozen.items() if not torch.equal(p, other[name])}
 
-    def trial(self, shell: Shell, few: Batch) -> Tensor:
+    def trial(self, shell: Shell, batch: Batch) -> Tensor:
         """Outputs of a pass in evaluation mode; if it draws random numbers, the caller's streams are left alone."""
         shell.module.eval()
         source = generator(self.problem.seed, "trial", device=self.skeleton.device)
         with torch.no_grad(), stream(self.problem.seed, "trial"), pass_noise(source):
-            return shell(few.inputs)
+            return shell(batch.inputs)
 
     def _check(self, data: Batches, label: str) -> None:
         """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
-        few = batch_to(data.first(FEW), self.skeleton.device)
-        outputs = self.trial(self.skeleton.shell(gradients=False), few)
-        if len(outputs) != len(few.targets):
-            raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(few.targets)}.")
+        batch = batch_to(data.first(TRIAL_EXAMPLES), self.skeleton.device)
+        outputs = self.trial(self.skeleton.shell(gradients=False), batch)
+        if len(outputs) != len(batch.targets):
+            raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(batch.targets)}.")
         whole = data.tensors
-        targets, mask = (few.targets, few.mask) if whole is None else (whole.targets, whole.mask)
+        targets, mask = (batch.targets, batch.mask) if whole is None else (whole.targets, whole.mask)
         # The labels of all examples against outputs of the first: only the number of classes matters.
         full = outputs[:1].expand(len(targets), *outputs.shape[1:])
         try:
             self.likelihood.check(full, targets.to(outputs.device), None if mask is None else mask.to(outputs.device))
         except ValueError as error:
             raise ValueError(f"{label} data: {error}") from error
+
+
+def _refuse_merged(model: nn.Module, chosen: Space) -> None:
+    """Merged adapters are part of the base: their own weights have no gradient."""
+    if any(merged for _, merged, _ in adapters_of(model)) and any("lora_" in name for name in chosen.names):
+        raise ValueError(
+            "model must not have merged adapters, whose weights have no gradient. Call unmerge_adapter() first."
+        )
 
 
 @dataclass(frozen=True)

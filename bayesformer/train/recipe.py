@@ -146,7 +146,7 @@ def _earlier_or(prototype: Prototype, start: Start) -> Start:
 
 
 @dataclass(frozen=True)
-class Around:
+class SubsetStage:
     """A stage on a subset of the weights around modes, ready to run; the other weights stay at the mode."""
 
     prototype: Prototype
@@ -173,17 +173,17 @@ class Around:
         return Samples(draws.flatten(0, 1), shared(buffers))
 
 
-def around(prototype: Prototype, modes: Modes, subset: Choice) -> Around:
+def subset_stage(prototype: Prototype, modes: Modes, subset: Choice) -> SubsetStage:
     """The subset of the weights around modes, chain by chain."""
     space = prototype.space.select(subset)
     chains = range(len(modes.theta))
     starts = [modes.start(chain) for chain in chains]
     place = prototype.space.places(space, modes.theta.device)
     if space == prototype.space:
-        return Around(prototype, modes, space, place, starts, None)
+        return SubsetStage(prototype, modes, space, place, starts, None)
     skeletons = [Skeleton(prototype.skeleton.plain(s.theta, s.buffers), space) for s in starts]
     inner = [Start(start.theta[place].clone(), start.buffers) for start in starts]
-    return Around(prototype, modes, space, place, inner, skeletons)
+    return SubsetStage(prototype, modes, space, place, inner, skeletons)
 
 
 def mode_share(method: Any, prototype: Prototype) -> float:
@@ -207,7 +207,7 @@ def fit_gaussian(
     name, problem = type(method).__name__.lower(), prototype.problem
     share = mode_share(method, prototype)
     modes = find_modes(prototype, name, prior, share)
-    part = around(prototype, modes, method.subset)
+    part = subset_stage(prototype, modes, method.subset)
     stage = Stage(
         prototype,
         name,

@@ -31,11 +31,11 @@ class Training:
     clip: float = 1.0
     """largest gradient norm; inf never clips"""
     patience: int = 15
-    """looks at validation data, one per epoch or `evaluate_every`, without a better score before stopping; 0: never"""
+    """validation evaluations, one per epoch or `evaluate_every`, without a better score before stopping; 0: never"""
     max_steps: int | None = field(default=None, metadata=LATER)
     """steps in all, at most; training stops there even inside an epoch"""
     evaluate_every: int | None = field(default=None, metadata=LATER)
-    """steps between looks at the validation data; none looks after every epoch"""
+    """steps between validation evaluations; none evaluates after every epoch"""
     precision: Literal["float32", "bf16"] = field(default="float32", metadata=LATER)
     """bf16 runs forward passes under autocast; weights, gradients and probabilities stay float32"""
     buffers: Literal["moving", "fixed"] = field(default="moving", metadata=LATER)

@@ -18,7 +18,7 @@ from bayesformer.train.training import Training
 
 @dataclass(frozen=True)
 class DigitsVit(Task):
-    """Handwritten digits, 8x8, by a small vision transformer; shuffled patches and noise as outsiders."""
+    """Handwritten digits, 8x8, by a small vision transformer; shuffled patches and noise are out of distribution."""
 
     dim: int = 32
     """width of the transformer"""
@@ -29,7 +29,7 @@ class DigitsVit(Task):
     patch: int = 2
     """side of a patch, in pixels"""
     data_seed: int = 0
-    """seed of the outsiders"""
+    """seed of the out-of-distribution inputs"""
 
     likelihood: ClassVar[Likelihood] = Categorical()
 
@@ -39,7 +39,7 @@ class DigitsVit(Task):
         return Training(epochs=80, batch_size=64, lr=1e-2, schedule="cosine", warmup=100, patience=0)
 
     def load(self) -> TaskData:
-        """A fixed stratified split and two sets of outsiders."""
+        """A fixed stratified split and two sets of out-of-distribution inputs."""
         data = digits.load()
         assert isinstance(data.test.inputs, Tensor)
         probes = digits.probes(data.test.inputs, generator(self.data_seed, "digits", "probes"), self.patch)
@@ -50,7 +50,7 @@ class DigitsVit(Task):
         return VisionTransformer(8, self.patch, 1, 10, dim=self.dim, depth=self.depth, heads=self.heads)
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
-        """Scores on the test digits, and how well entropy tells outsiders from them."""
+        """Scores on the test digits, and how well entropy tells out-of-distribution inputs from them."""
         assert isinstance(data.test.inputs, Tensor)
         predictive = ask(data.test.inputs)
         outsiders = {name: ask(inputs) for name, inputs in data.probes.items()}

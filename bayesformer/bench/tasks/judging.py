@@ -16,7 +16,7 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 
 
 def classification_evaluation(predictive: Predictive, test: Data, outsiders: Mapping[str, Predictive]) -> Evaluation:
-    """All scores of a classifier: on the test data, and how well its entropy detects each set of outsiders."""
+    """All scores of a classifier: on the test data, and how well its entropy detects each out-of-distribution set."""
     assert isinstance(predictive, CategoricalPredictive)
     metrics = evaluate.classification(predictive, test.targets, test.mask)
     metrics |= _detected(predictive, outsiders, len(predictive.log_probs))
@@ -32,7 +32,7 @@ def classification_evaluation(predictive: Predictive, test: Data, outsiders: Map
 def regression_evaluation(
     predictive: Predictive, test: Data, truth: GaussianMixture | None, outsiders: Mapping[str, Predictive]
 ) -> Evaluation:
-    """All scores of a regressor: on the test data, on outsiders, and the gap to the true law where that is known."""
+    """All scores of a regressor: on the test data, out of distribution, and the gap to the truth where it is known."""
     assert isinstance(predictive, GaussianPredictive)
     metrics = evaluate.regression(predictive, test.targets, test.mask)
     metrics |= _detected(predictive, outsiders, len(predictive.means))
@@ -52,7 +52,7 @@ def regression_evaluation(
 
 
 def _detected(predictive: Predictive, outsiders: Mapping[str, Predictive], draws: int) -> dict[str, float]:
-    """How well uncertainty tells outsiders from the test inputs: the total, and the epistemic if draws can differ."""
+    """How well uncertainty tells other inputs from test inputs: the total, and the epistemic if draws can differ."""
     metrics: dict[str, float] = {}
     for name, outsider in outsiders.items():
         found = evaluate.detection(predictive.total.flatten(), outsider.total.flatten())

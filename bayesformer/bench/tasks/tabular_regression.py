@@ -21,7 +21,7 @@ from bayesformer.train.training import Training
 
 @dataclass(frozen=True)
 class TabularRegression(Task):
-    """A number from a row of features, in units of the training rows; inputs far outside their box as outsiders."""
+    """A number from a row of features, in units of the training rows; out of distribution is outside their box."""
 
     problem: str
     """which table: diabetes, friedman1, friedman2 or friedman3"""

@@ -14,6 +14,7 @@ from bayesformer.core.types import GaussianOutputs, Inputs, Params
 from bayesformer.data.inputs import map_inputs
 from bayesformer.laws import Law
 from bayesformer.model.calling import select_output, split_inputs
+from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Space
 from bayesformer.predict.joining import join_outputs
 from bayesformer.predict.linearised import Linearised
@@ -53,10 +54,10 @@ class Streamlined:
 
     def carry(self, inputs: Inputs, parameters: Mapping[str, Tensor]) -> Any:
         """The model's output on one batch with these parameters: uncertain where anything is."""
-        _check_eval(self.module)
+        check_eval(self.module, "a streamlined pass has no rule for random dropout")
         args, kwargs = split_inputs(map_inputs(inputs, self._wide))
         own = {name: value.clone() for name, value in self.buffers.items()}  # a pass may change them
-        with standing_in(self.module), _told_of_precision(bool(self.state)):
+        with standing_in(self.module), _explaining_precision_errors(bool(self.state)):
             return select_output(functional_call(self.module, {**self.state, **own, **parameters}, args, kwargs))
 
     def _wide(self, x: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def streamlined_outputs(
     `module` holds the mean of the weights, in eval mode, and is used by this thread alone.
     """
     settings = settings or Settings()
-    _check_eval(module)
+    check_eval(module, "a streamlined pass has no rule for random dropout")
     if settings.mode == "correlated":
         return Linearised(module, space, law).over(batches, num_data)
     predictor = Streamlined(module, space, law, settings)
@@ -99,8 +100,8 @@ def as_outputs(output: Any) -> GaussianOutputs:
 
 
 @contextmanager
-def _told_of_precision(widened: bool) -> Iterator[None]:
-    """An error about precisions that do not fit, where frozen weights were widened, says why."""
+def _explaining_precision_errors(widened: bool) -> Iterator[None]:
+    """A context in which an error about unequal dtypes says that frozen weights were cast to float32, if they were."""
     try:
         yield
     except RuntimeError as error:
@@ -117,8 +118,3 @@ def _widened(module: nn.Module, space: Space) -> Params:
     named = [*module.named_parameters(), *module.named_buffers()]
     halves = (torch.bfloat16, torch.float16)
     return {name: t.detach().to(space.dtype) for name, t in named if t.dtype in halves and name not in space.names}
-
-
-def _check_eval(module: nn.Module) -> None:
-    if module.training:
-        raise ValueError("model must be in evaluation mode for a streamlined pass: call model.eval().")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from bayesformer.core.types import GaussianOutputs
@@ -52,6 +51,8 @@ def fit_scale(
 
     def loss(log_c: float) -> float:
         return mean_negative_log_predictive(scaled_outputs(outputs, math.exp(log_c)), targets, likelihood, mask)
+
+    from scipy.optimize import minimize_scalar
 
     before = loss(0.0)
     found = minimize_scalar(loss, bounds=BOUNDS, method="bounded", options={"xatol": 1e-3})

@@ -1,12 +1,13 @@
-"""The global random streams of torch (CPU), numpy and Python, lent to the user's data code and given back.
+"""The global random streams of torch, numpy and Python: seeded for code that draws from them alone, and restored.
 
-Random augmentation draws from these streams and accepts no generator, so reading random data repeatably means setting
-them. One lock is held meanwhile: two trainings in one process never see each other's seeds.
+Random augmentation, functions that build models and some models accept no generator, so running them repeatably means
+setting these streams. One lock is held meanwhile: two trainings in one process never see each other's seeds.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesformer.core.seeds import GLOBAL_STREAMS
-
 _T = TypeVar("_T")
+
+GLOBAL_STREAMS = threading.RLock()
+"""Held by whoever seeds the global streams of torch, numpy and `random`, or reads them to put them back."""
 
 
 class RandomStates(NamedTuple):
@@ -41,6 +43,10 @@ def get_states() -> RandomStates:
 def set_states(states: RandomStates) -> None:
     """Put the three streams where they were."""
     torch.set_rng_state(states.torch)
+    _set_python_states(states)
+
+
+def _set_python_states(states: RandomStates) -> None:
     np.random.set_state(states.numpy)  # noqa: NPY002
     random.setstate(states.python)
 
@@ -48,8 +54,38 @@ def set_states(states: RandomStates) -> None:
 def seed_states(seed: int) -> None:
     """Start the three streams from a 63-bit seed."""
     torch.default_generator.manual_seed(seed)
+    _seed_python(seed)
+
+
+def _seed_python(seed: int) -> None:
     np.random.seed(seed % 2**32)  # noqa: NPY002
     random.seed(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's global stream as torch.manual_seed does; skips its lazy CUDA seeding if there is no accelerator."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # torch.manual_seed spends .7 ms on preparing seeds for CUDA, XPU and others
+        torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def global_streams(seed: int, torch_too: bool = True) -> Iterator[None]:
+    """The global streams of numpy, `random` and (`torch_too`) torch seeded, and restored afterwards.
+
+    A lock of the process is held, so that threads of this library wait for each other. A user's own thread that
+    draws from a global stream meanwhile disturbs the numbers that are drawn here.
+    """
+    with GLOBAL_STREAMS, torch.random.fork_rng(enabled=torch_too):  # those of accelerators, too
+        before = get_states()
+        try:
+            _seed_python(seed)
+            if torch_too:
+                seed_torch(seed)
+            yield
+        finally:
+            _set_python_states(before)
 
 
 @contextmanager
