@@ -9,6 +9,7 @@ and a target give a score (`bayesformer.evaluate`).
 """
 
 from bayesformer import attention, likelihoods
+from bayesformer.core.doubts import Doubt, FidelityWarning
 from bayesformer.core.errors import DamagedFileError, OracleBeatenError, TrainingDivergedError
 from bayesformer.core.types import Batch
 from bayesformer.data import Data, Stream
@@ -56,8 +57,10 @@ __all__ = [
     "ConcreteDropout",
     "DamagedFileError",
     "Data",
+    "Doubt",
     "Ekf",
     "Ensemble",
+    "FidelityWarning",
     "Gaussian",
     "GaussianPredictive",
     "Ivon",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from bayesformer.core.doubts import warn_of
 from bayesformer.core.progress import bars
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import ModelFactory
@@ -89,4 +90,6 @@ def fit(
             reporter=reporter,
         )
         chosen = build_method(method) if isinstance(method, str) else method or Mle()
-        return chosen.fit(problem)
+        posterior = chosen.fit(problem)
+    warn_of(posterior.doubts)
+    return posterior

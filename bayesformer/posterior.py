@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import AttentionMap, MapRecorder, families
+from bayesformer.core.doubts import Doubt, doubts_in
 from bayesformer.core.pool import Pool
 from bayesformer.core.seeds import generator, stream
 from bayesformer.core.strategy import Strategy
@@ -164,6 +165,11 @@ class Posterior:
     def device(self) -> torch.device:
         """The device that the weights are on."""
         return self.law.mean.device
+
+    @property
+    def doubts(self) -> tuple[Doubt, ...]:
+        """Why not to believe it as it stands: what the checks at the end of the fit found; empty if nothing."""
+        return doubts_in(self.facts)
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
@@ -428,9 +434,10 @@ class Posterior:
         settled = self.facts.get("converged") or [None]
         verdict = state[False if False in settled else None if None in settled else True]
         init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
+        doubted = f", {len(self.doubts)} doubts (see .doubts)" if self.doubts else ""
         return (
             f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
-            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init})"
+            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{doubted})"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from bayesformer.core.doubts import warn_of
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.seeds import generator
@@ -253,4 +254,6 @@ def laplace(
             "seconds": 0.0,
             "init": "given",
         }
-        return method.posterior_around_mode(prototype, prototype.start(0), facts)
+        posterior = method.posterior_around_mode(prototype, prototype.start(0), facts)
+    warn_of(posterior.doubts)
+    return posterior

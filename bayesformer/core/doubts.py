@@ -1,0 +1,36 @@
+"""What a fit found out about itself: reasons not to believe a posterior as it stands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class FidelityWarning(UserWarning):
+    """A posterior may be far from the true one, and the message says why and what to do."""
+
+
+class Doubt(NamedTuple):
+    """One finding of a check, with the numbers behind it."""
+
+    check: str  # a short name: "mode", "regime", "length", "temperature", ...
+    sentence: str  # what was found and what to do, in words that a user reads once
+    value: float | None = None  # the number that was compared
+    threshold: float | None = None  # with what
+
+
+def recorded(doubts: Sequence[Doubt]) -> dict[str, Any]:
+    """The doubts as an entry of a posterior's facts, which are saved as JSON."""
+    return {"doubts": [doubt._asdict() for doubt in doubts]}
+
+
+def doubts_in(facts: Mapping[str, Any]) -> tuple[Doubt, ...]:
+    """The doubts among the facts of a posterior."""
+    return tuple(Doubt(**entry) for entry in facts.get("doubts", ()))
+
+
+def warn_of(doubts: Sequence[Doubt], stacklevel: int = 3) -> None:
+    """One Python warning per doubt, as coming from the caller of the function that calls this one."""
+    for doubt in doubts:
+        warnings.warn(doubt.sentence, FidelityWarning, stacklevel=stacklevel)
