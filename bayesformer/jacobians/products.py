@@ -58,7 +58,7 @@ class CurvatureProducts:
 
     @property
     def size(self) -> int:
-        """P, the length of the vectors."""
+        """P, the number of weights and the length of the vectors."""
         return self.shell.space.size
 
     def at(self, theta: Tensor) -> CurvatureProducts:
