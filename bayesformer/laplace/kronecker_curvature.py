@@ -167,7 +167,9 @@ class MatrixAccumulator(Accumulator):
         a = unit[0].inputs()  # (B, R, in)
         kept = step.valid if step.valid is not None and step.valid.shape == a.shape[:2] else None
         if self.reduce:
-            own = a.mean(1) if kept is None else (a * kept.unsqueeze(-1)).sum(1) / kept.sum(1, keepdim=True).clamp_min(1)
+            own = (
+                a.mean(1) if kept is None else (a * kept.unsqueeze(-1)).sum(1) / kept.sum(1, keepdim=True).clamp_min(1)
+            )
         elif self.weighted:
             own = a.flatten(0, 1)  # (B R, in): gradients of padding are 0
         else:

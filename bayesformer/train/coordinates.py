@@ -5,14 +5,15 @@
 
 With WᵀHW ≈ I, H = Σ_n J_nᵀ Λ_n J_n + Π at the mode θ*, every step size of a sampler or of variational inference is a
 pure number, whatever N, the data and the model are. Whether that helps is tested: draws θ* + W z of the Gaussian that H
-stands for should raise U by P/2 on average. Where they raise it by more than twice that, the curvature at the mode says
-little of the posterior ("network"), and only the prior's scale is used.
+stands for should raise U by P/2 on average. Where they raise it by more than twice that, and the outputs are not linear
+in the weights, the curvature at the mode says little of the posterior ("network"), and only the prior's scale is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -21,12 +22,11 @@ from torch import Tensor
 from bayesformer.core.seeds import generator
 from bayesformer.inference.affine import Root
 from bayesformer.inference.linear_algebra import power_iteration
-from bayesformer.laplace.structures import KroneckerCurvature
-from bayesformer.laws import Diagonal, Kronecker
-from bayesformer.laws.roots import KroneckerRoot, StackedRoot
+from bayesformer.laws import Diagonal
 from bayesformer.priors.setting import PriorSetting
-from bayesformer.train.full_batch import FORWARD, FullBatch
-from bayesformer.train.newton import covariance_root, polish
+from bayesformer.train.full_batch import FullBatch
+from bayesformer.train.metric import FLAT, covariance_root, kronecker_root
+from bayesformer.train.newton import polish
 from bayesformer.train.prototype import Start
 from bayesformer.train.recipe import SubsetStage, vector_prior
 
@@ -37,8 +37,9 @@ FEW = 500  # weights up to which a step in dense coordinates is cheaper than one
 DENSE = 2000  # weights up to which H is written down at all
 RISE = 2.0  # ρ above which the regime is a network's: 1.3 at most seen for linear models, 4.9 at least for others
 RISE_DRAWS = 16  # for ρ: its error is √(2 / (16 P))
-POWER = 10  # products for the largest curvature
-FLAT = 1e-8  # of the mean curvature: the least precision of a weight, where the prior is flat
+POWER = 10  # products for the largest curvature, where there is no matrix
+EXAMPLES = 512  # for the largest curvature of a network
+SMALLEST = 1e-12
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,17 @@ class _Search:
         self.batch, self.kind, self.test = batch, kind, test
         self.theta = theta.clone()
         self.linear = batch.is_objective and batch.is_linear()
-        size = batch.size
-        self.dense = batch.is_objective and (size <= FEW or (self.linear and size <= DENSE) or kind == "dense")
+        small = batch.size <= FEW or (self.linear and batch.size <= DENSE)
+        self.dense = (batch.is_objective and small) or kind == "dense"
         self.precision: Tensor | None = None  # (P, P), H in float64
-        self.decrement, self.rise = float("nan"), None
+        self.decrement = float("nan")
+        self.rise: float | None = None
 
     def found(self) -> Coordinates:
         """Mode, curvature, regime, coordinates, largest curvature, in this order."""
         if self.dense or self.linear:
-            self._to_the_mode()
-        self.prior = self._floored(self.batch.prior.precision(self.theta))
+            found = polish(self.batch, self.theta, dense=self.dense)
+            self.theta, self.decrement, self.precision = found.theta, found.decrement, found.precision
         regime = self._regime()
         kind = self._kind(regime)
         root = self._root(kind)
@@ -129,44 +131,45 @@ class _Search:
             center=self.theta,
             root=root,
             kind=kind,
-            largest=self._largest(root, kind),
+            largest=1.0 if kind == "dense" else self._largest(root, regime),
             decrement=self.decrement,
             rise=self.rise,
             regime=regime,
-            curvature_diagonal=self._diagonal(),
+            curvature_diagonal=self.diagonal,
             prior_precision=self.prior,
             epochs=self.batch.epochs,
         )
 
-    def _to_the_mode(self) -> None:
-        found = polish(self.batch, self.theta, dense=self.dense)
-        self.theta, self.decrement, self.precision = found.theta, found.decrement, found.precision
-
-    def _floored(self, precision: Tensor) -> Tensor:
-        """The prior's precision, a little above 0 where it is flat."""
-        if bool((precision > 0).all()):
-            return precision
-        curvature = self._data_diagonal() + precision
-        return precision.clamp_min(FLAT * float(curvature.mean()) or 1.0)
-
-    def _data_diagonal(self) -> Tensor:
+    @cached_property
+    def data_diagonal(self) -> Tensor:
         """(P,): the diagonal of the data's Gauss-Newton matrix."""
-        if not hasattr(self, "_data"):
-            if self.precision is not None:
-                own = self.precision.diagonal().to(self.theta) - self.batch.prior.precision(self.theta)
-                self._data = own.clamp_min(0)
-            else:
-                self._data = torch.zeros_like(self.theta)
-                found = self.batch.curvature(self.theta, "diag")
-                for place, block in zip(found.places, found.structures, strict=True):
-                    self._data[place] = block.diagonal()
-        return self._data
+        if self.precision is not None:
+            own = self.precision.diagonal().to(self.theta) - self.batch.prior.precision(self.theta)
+            return own.clamp_min(0)
+        total, found = torch.zeros_like(self.theta), self.batch.curvature(self.theta, "diag")
+        for place, block in zip(found.places, found.structures, strict=True):
+            total[place] = block.diagonal()
+        return total
 
-    def _diagonal(self) -> Tensor:
-        return self._data_diagonal() + self.prior
+    @cached_property
+    def prior(self) -> Tensor:
+        """(P,): the prior's precision, a little above 0 where it is flat."""
+        own = self.batch.prior.precision(self.theta)
+        if bool((own > 0).all()):
+            return own
+        return own.clamp_min(FLAT * float((self.data_diagonal + own).mean()) or 1.0)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """(P,): the diagonal of H, prior included."""
+        return self.data_diagonal + self.prior
 
     def _regime(self) -> Regime:
-        """By ρ of dense draws, or of Kronecker draws where the outputs are linear; without either, a network's."""
+        """By ρ of dense draws, or of Kronecker draws where the outputs are linear in the weights.
+
+        Outputs that are linear make U convex: whitening at the mode then is right whatever ρ is, and ρ is measured
+        for what it says of the Gaussian itself. Where the outputs are not linear and H too large, it is a network's.
+        """
         if not self.test or (self.precision is None and not self.linear):
             return "gaussian" if self.linear else "network"
         root = self._root("kron" if self.precision is None else "dense")
@@ -176,7 +179,7 @@ class _Search:
             noise = torch.randn(len(self.theta), generator=source, dtype=self.theta.dtype, device=self.theta.device)
             rises.append(self.batch.potential(self.theta + root.colour(noise)) - base)
         self.rise = 2 * sum(rises) / (RISE_DRAWS * self.batch.size)
-        return "gaussian" if self.rise <= RISE else "network"  # NaN is a network's
+        return "gaussian" if self.linear or self.rise <= RISE else "network"
 
     def _kind(self, regime: Regime) -> Kind:
         if self.kind != "auto":
@@ -186,49 +189,27 @@ class _Search:
         return "dense" if self.batch.size <= FEW else "kron"
 
     def _root(self, kind: str) -> Root:
-        if kind == "prior":
-            return Diagonal(self.prior.reciprocal())
-        if kind == "diag":
-            return Diagonal(self._diagonal().reciprocal())
+        if kind == "kron":
+            return self.kronecker
         if kind == "dense":
             assert self.precision is not None
             return covariance_root(self.precision, self.theta)
-        return self._kronecker()
+        return Diagonal((self.prior if kind == "prior" else self.diagonal).reciprocal())
 
-    def _kronecker(self) -> Root:
-        """Per matrix the eigenbasis of its weighted factors with the prior's precision added there."""
-        if hasattr(self, "_stacked"):
-            return self._stacked
-        found, roots = self.batch.curvature(self.theta, "kron"), []
-        for place, block in zip(found.places, found.structures, strict=True):
-            own = self.prior[place]
-            made = block.posterior(own.mean() if isinstance(block, KroneckerCurvature) else own)
-            roots.append(KroneckerRoot(made) if isinstance(made, Kronecker) and made.complete else made)
-        self._stacked = StackedRoot(found.places, tuple(roots))
-        return self._stacked
+    @cached_property
+    def kronecker(self) -> Root:
+        """W in the Kronecker basis at the mode."""
+        return kronecker_root(self.batch, self.theta)
 
-    def _largest(self, root: Root, kind: str) -> float:
-        """The largest eigenvalue of WᵀHW, by power iteration."""
-        if kind == "dense":
-            return 1.0
-        matrix, theta = self.precision, self.theta
-        if matrix is not None:
-            whole = matrix.to(theta)
-
-            def times(v: Tensor) -> Tensor:
-                return whole @ v
-        else:
-            products = self.batch.products(theta)
-
-            def times(v: Tensor) -> Tensor:
-                return products.ggn(v) + self.batch.prior.precision_times(theta, v)
-
-        found = power_iteration(
-            lambda v: root.times_root(times(root.colour(v))), theta, iterations=50 if matrix is not None else POWER
-        )
-        if matrix is None:
-            self.batch.epochs += 2 * found.iterations
-        return max(found.value, 1e-12)
+    def _largest(self, root: Root, regime: Regime) -> float:
+        """The largest eigenvalue of WᵀHW, by power iteration; of a network, from some of its examples."""
+        if self.precision is not None:
+            whole = self.precision.to(self.theta)
+            found = power_iteration(lambda v: root.times_root(whole @ root.colour(v)), self.theta)
+            return max(found.value, SMALLEST)
+        times = self.batch.hessian(self.theta, EXAMPLES if regime == "network" else None)
+        found = power_iteration(lambda v: root.times_root(times(root.colour(v))), self.theta, iterations=POWER)
+        return max(found.value, SMALLEST)
 
 
-__all__ = ["DENSE", "FORWARD", "Coordinates", "centred", "find_coordinates", "refuse_too_large"]
+__all__ = ["DENSE", "FEW", "Coordinates", "centred", "find_coordinates", "refuse_too_large"]

@@ -1,4 +1,4 @@
-"""The log joint of all training data as a function of the inferred weights, in evaluation mode: for what needs it exact.
+"""The log joint of all training data as a function of the inferred weights, in evaluation mode.
 
     U(θ) = -Σ_n log p(y_n | x_n, θ) - log p(θ)
 
@@ -14,18 +14,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bayesformer.core.seeds import generator
+from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch
+from bayesformer.data import as_batches
+from bayesformer.data.in_memory import Data
+from bayesformer.inference.linear_algebra import Product
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.products import CurvatureProducts
 from bayesformer.laplace.estimate import Curvature, estimate
 from bayesformer.model.skeleton import Skeleton
-from bayesformer.train.curvature_products import products_of
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.vector_prior import VectorPrior
 
 CHUNK = 256  # examples per pass
-FORWARD = 1 / 3  # of an epoch of gradients: what a pass without its backward pass costs
+FORWARD, PRODUCT = 1 / 3, 2.0  # what a pass without its backward pass and a product with H cost, in epochs of gradients
 COLUMNS = 512  # per example, beyond which the curvature is taken from targets drawn from the model
 STRAIGHT = 1e-3  # second difference of outputs, over the first, below which they count as linear in the weights
 
@@ -52,7 +54,7 @@ class FullBatch:
         return self.prototype.randomness.kind == "none" and not self.prototype.moves_buffers
 
     def potential(self, theta: Tensor) -> float:
-        """U(θ), summed in float64."""
+        """U(θ) over all data, summed in float64."""
         self.shell.load(theta)
         total = -float(self.prior.log_prob(theta).double())
         with torch.no_grad():
@@ -63,7 +65,7 @@ class FullBatch:
         return total
 
     def slope(self, theta: Tensor) -> tuple[float, Tensor]:
-        """U(θ) and ∇U(θ) (P,)."""
+        """U(θ) over all data and its gradient ∇U(θ) (P,)."""
         shell, total = self.shell, -float(self.prior.log_prob(theta).double())
         shell.load(theta)
         assert shell.grad is not None
@@ -95,10 +97,23 @@ class FullBatch:
                 weighted=True,
             )
 
-    def products(self, theta: Tensor) -> CurvatureProducts:
-        """Products with the Gauss-Newton matrix of the data at θ; each costs about two epochs, which nobody counts."""
+    def hessian(self, theta: Tensor, examples: int | None = None) -> Product:
+        """v -> H v at θ, prior included: over all data, or over some examples drawn at random and scaled up to N."""
         self.shell.load(theta)
-        return products_of(self.prototype, self.shell, CHUNK)
+        data, share, seed = self.prototype.data, 1.0, self.prototype.problem.seed
+        count = self.prototype.problem.num_data
+        if examples is not None and examples < count:
+            batch = next(iter(data.epoch(examples, seed=fold(seed, "curvature"), member=0, epoch=0)))
+            data, share = as_batches(Data(*batch), "data"), len(batch.targets) / count
+        products = CurvatureProducts(
+            self.shell, self.prototype.likelihood, data, CHUNK, self.prototype.evaluation_randomness, seed
+        )
+
+        def times(v: Tensor) -> Tensor:
+            self.epochs += PRODUCT * share
+            return products.ggn(v) / share + self.prior.precision_times(theta, v)
+
+        return times
 
     def is_linear(self) -> bool:
         """Whether the outputs are linear in the weights: second differences of a few examples in a random direction.
@@ -108,8 +123,7 @@ class FullBatch:
         theta = self.shell.theta.clone()
         source = generator(self.prototype.problem.seed, "linear", device=theta.device)
         step = torch.randn(len(theta), generator=source, dtype=theta.dtype, device=theta.device)
-        for name, place in self.space.slices.items():
-            del name
+        for place in self.space.slices.values():
             step[place] *= 0.5 * theta[place].square().mean().sqrt().clamp_min(0.1)
         outputs = []
         for point in (theta + step, theta, theta - step):

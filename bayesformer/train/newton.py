@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from bayesformer.inference.linear_algebra import conjugate_gradients
-from bayesformer.laplace.structures import DenseCurvature
-from bayesformer.laws import Dense
 from bayesformer.train.full_batch import FullBatch
+from bayesformer.train.metric import kronecker_root, precision_at
 
 CLOSE = 0.05  # posterior standard deviations: nearer than this no further step is made
 STEPS, HALVINGS = 5, 8  # Gauss-Newton steps and halvings of each, at most
 SUFFICIENT = 1e-4  # share of the predicted decrease of U that a step must bring (Armijo)
-JITTER = 1e-6  # of the mean diagonal, added where a flat prior leaves directions without curvature
-PRODUCTS = 60  # of conjugate gradients for one step, at most: two epochs each
-SHORTEST = 1e-3  # residual of conjugate gradients, over the gradient
+PRODUCTS = 20  # of conjugate gradients for one step, at most: two epochs each
+RESIDUAL = 0.03  # of conjugate gradients, over the gradient: the next step makes up for it
 
 
 class Polished(NamedTuple):
@@ -73,25 +71,6 @@ def _search(batch: FullBatch, theta: Tensor, value: float, found: Direction) -> 
     return None
 
 
-def precision_at(batch: FullBatch, theta: Tensor) -> Tensor:
-    """(P, P): H = the Gauss-Newton matrix plus the prior's precision, in float64, positive definite."""
-    block = batch.curvature(theta, "full").structures[0]
-    assert isinstance(block, DenseCurvature)
-    eye = torch.eye(batch.size, dtype=theta.dtype, device=theta.device)
-    matrix = block.matrix.double() + batch.prior.precision_times(theta, eye).double()
-    matrix = (matrix + matrix.mT) / 2
-    matrix.diagonal().add_(JITTER**2 * matrix.diagonal().mean())
-    if torch.linalg.cholesky_ex(matrix)[1]:
-        matrix.diagonal().add_(JITTER * matrix.diagonal().mean())
-    return matrix
-
-
-def covariance_root(precision: Tensor, like: Tensor) -> Dense:
-    """L with L Lᵀ = H⁻¹ from H (P, P), in the precision of `like`."""
-    covariance = torch.cholesky_inverse(torch.linalg.cholesky(precision))
-    return Dense(torch.linalg.cholesky((covariance + covariance.mT) / 2).to(like))
-
-
 def _by_matrix(batch: FullBatch, theta: Tensor, gradient: Tensor) -> Direction:
     precision = precision_at(batch, theta)
     factor = torch.linalg.cholesky(precision)
@@ -100,19 +79,13 @@ def _by_matrix(batch: FullBatch, theta: Tensor, gradient: Tensor) -> Direction:
 
 
 def _by_products(batch: FullBatch, theta: Tensor, gradient: Tensor) -> Direction:
-    """By conjugate gradients with the diagonal as preconditioner; what they have found so far never overstates δ."""
-    own, prior = batch.curvature(theta, "diag"), batch.prior
-    diagonal = prior.precision(theta)
-    for place, block in zip(own.places, own.structures, strict=True):
-        diagonal[place] += block.diagonal()
-    diagonal += JITTER * diagonal.mean()
-    products = batch.products(theta)
-
-    def product(v: Tensor) -> Tensor:
-        return products.ggn(v) + prior.precision_times(theta, v) + JITTER**2 * diagonal.mean() * v
-
+    """By conjugate gradients in the Kronecker metric, which never overstate the decrement however early they end."""
+    root = kronecker_root(batch, theta)
     solved = conjugate_gradients(
-        product, gradient, tolerance=SHORTEST, iterations=PRODUCTS, precondition=lambda v: v / diagonal
+        batch.hessian(theta),
+        gradient,
+        tolerance=RESIDUAL,
+        iterations=PRODUCTS,
+        precondition=lambda v: root.colour(root.times_root(v)),
     )
-    batch.epochs += 2 * solved.iterations
     return Direction(-solved.x, float(gradient.double() @ solved.x.double()), None)
