@@ -19,6 +19,7 @@ FIRST_PRODUCTS = 3  # of the power iteration before the first step, from the sti
 SHORTEST = 5  # steps between gradients over all data
 HOT, COLD = 1.15, 1.05  # kinetic temperatures above and below which that period becomes shorter and longer
 SHRINK, GROW = 0.7, 1.15
+ENOUGH = 150  # weights whose mean p² over one period is looked at; of fewer, that over several periods
 PRODUCT_COST = 3  # gradients of a batch that a curvature product takes
 
 
@@ -28,7 +29,7 @@ class Control(NamedTuple):
     period: Tensor  # (), float64, K
     largest: Tensor  # (), float64, λ
     power: Tensor  # (P,), the vector of the power iteration
-    heat: Tensor  # (), Σ of mean p² since the last gradient over all data
+    heat: Tensor  # (), Σ of mean p² since K was last looked at
     summed: Tensor  # (), int64, how many are in the sum
 
 
@@ -37,7 +38,7 @@ class Measured(NamedTuple):
 
     steps: Tensor  # (), int64
     kinetic: Tensor  # (), Σ mean p²
-    stiff: Tensor  # (), Σ mean (u_iᵀp)² over the stiff directions
+    stiff: Tensor  # (), Σ mean (u_iᵀp)² over the stiff directions, before and after O
     period: Tensor  # (), Σ K
     first_largest: Tensor  # (), λ at the start
     largest: Tensor  # (), the largest λ of all steps
@@ -105,8 +106,9 @@ def build(log_joint: WholeLogJoint, scale: Tensor, settings: Settings) -> Transf
 
     Every K steps the gradient is that over all data. The kinetic temperature, the mean of p² since the last one, moves
     K: above 1.15 it is multiplied by 0.7 (5 at least), below 1.05 by 1.15 (`longest` at most); it starts at half of
-    that. Both bounds are wider for fewer than 150 weights, whose p² fluctuates more: 1 + 1.3 √(2/P), 1 + 0.43 √(2/P).
-    The temperature is taken between B and O, where it is 1 exactly for a Gaussian target without gradient noise.
+    that. Fewer than 150 weights, whose p² fluctuates more, are looked at over 150/P periods at a time.
+    The temperature is the mean of that before and after O. Both are 1 exactly for a Gaussian target without gradient
+    noise; noise shows before O twice as strongly as in the variance of θ, and after O hardly.
 
     Known exactly: for U = -½ φᵀ Λ φ and gradients over all data (K = 1, or batches of all examples) the variance of φ
     is T/Λ whatever friction and stiff directions are, for h² Λ < 4. With rows of curvature 0 it is BAOA with friction γ.
@@ -167,9 +169,10 @@ def update(
     state.log_joint.copy_(value)
     h = 1 / math.sqrt(float(state.control.largest))
     p.add_(gradient.mul_(scale), alpha=h / s.temperature)
-    heat = torch.dot(p, p) / len(p)
+    heat = torch.dot(p, p)
     theta.addcmul_(scale, p, value=h / 2)
     along = relax(p, normal_like(p), state.stiff, s.friction, h)
+    heat = (heat + torch.dot(p, p)) / (2 * len(p))
     theta.addcmul_(scale, p, value=h / 2)
     state.step.add_(1)
     _note(state, heat, along, h, step >= s.burn_in)
@@ -214,13 +217,13 @@ def _gradient(
 
 
 def _adjust(control: Control, s: Settings, weights: int) -> None:
-    """The next K, from the kinetic temperature since the last gradient over all data."""
-    if int(control.summed) == 0:
+    """The next K, from the kinetic temperature since K was last looked at."""
+    if int(control.summed) * min(1, weights / ENOUGH) < round(float(control.period)):
         return
-    temperature, spread = float(control.heat) / int(control.summed), math.sqrt(2 / weights)
-    if temperature > max(HOT, 1 + 1.3 * spread):
+    temperature = float(control.heat) / int(control.summed)
+    if temperature > HOT:
         control.period.mul_(SHRINK).clamp_min_(min(SHORTEST, s.longest))
-    elif temperature < max(COLD, 1 + 0.43 * spread):
+    elif temperature < COLD:
         control.period.mul_(GROW).clamp_max_(s.longest)
     control.heat.zero_()
     control.summed.zero_()
@@ -235,7 +238,7 @@ def _note(state: StiffState, heat: Tensor, along: Tensor, h: float, measured: bo
         stiff = state.stiff.curvature > 1
         state.measured.steps.add_(1)
         state.measured.kinetic.add_(heat)
-        state.measured.stiff.add_((along.square() * stiff).sum() / stiff.sum().clamp_min(1))
+        state.measured.stiff.add_(along[stiff].square().mean() if bool(stiff.any()) else 1.0)
         state.measured.period.add_(state.control.period)
 
 

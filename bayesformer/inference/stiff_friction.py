@@ -39,7 +39,7 @@ def stiff_directions(scores: Tensor) -> StiffDirections:
 
 
 def relax(momentum: Tensor, noise: Tensor, stiff: StiffDirections, friction: float, time: float) -> Tensor:
-    """The O step p ← e^{-Γt} p + (1 - e^{-2Γt})^½ z in place; returns the u_iᵀp before it, (S,).
+    """The O step p ← e^{-Γt} p + (1 - e^{-2Γt})^½ z in place; returns the u_iᵀp before and after it, (S, 2).
 
         Γ = γ I + Σ_i (γ_i - γ) u_i u_iᵀ,    γ_i = max(γ, 2 √λ_i) where λ_i > 1
 
@@ -57,10 +57,10 @@ def relax(momentum: Tensor, noise: Tensor, stiff: StiffDirections, friction: flo
     """
     keep, add = math.exp(-friction * time), math.sqrt(-math.expm1(-2 * friction * time))
     damping = (2 * stiff.curvature.sqrt()).clamp_min(friction).mul_(time)  # (S,), γ_i t
-    used = stiff.curvature > 1
     along = stiff.rows @ torch.stack([momentum, noise], 1)  # (S, 2)
-    kept = torch.where(used, torch.exp(-damping) - keep, 0)
-    added = torch.where(used, torch.expm1(-2 * damping).neg_().sqrt_() - add, 0)
+    after = torch.exp(-damping) * along[:, 0] + torch.expm1(-2 * damping).neg_().sqrt_() * along[:, 1]
+    changed = after - keep * along[:, 0] - add * along[:, 1]
     momentum.mul_(keep).add_(noise, alpha=add)
-    momentum.addmv_(stiff.rows.mT, kept * along[:, 0] + added * along[:, 1])
-    return along[:, 0]
+    momentum.addmv_(stiff.rows.mT, changed.masked_fill_(stiff.curvature <= 1, 0))
+    along[:, 1] = after
+    return along

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from bayesformer.core.types import Batch, Params
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
-from bayesformer.data.inputs import first_tensor, map_inputs
+from bayesformer.data.inputs import map_inputs
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
+from bayesformer.jacobians.products import CurvatureProducts
 from bayesformer.jacobians.site_groups import site_groups
 from bayesformer.jacobians.sites import Site, backpropagate
-from bayesformer.model.randomness import plain_attention
 from bayesformer.train.objective import Objective
 
 CHUNK = 1024  # examples per pass over all data
@@ -34,8 +34,9 @@ class WholeDataObjective:
     def __init__(self, objective: Objective, data: Batches, precision: Tensor, batch_size: int = CHUNK) -> None:
         self.objective, self.data, self.precision, self.batch_size = objective, data, precision, batch_size
         self.num_data, self.shell = objective.num_data, objective.shell
-        self.capture: Capture | None = None
-        self.whole: list[Batch] | None = None
+        self._products = CurvatureProducts(self.shell, objective.likelihood, data)
+        self._capture = Capture(self.shell.module, self.shell.space)
+        self._whole: list[Batch] | None = None
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Value and outputs, purely."""
@@ -49,36 +50,26 @@ class WholeDataObjective:
         """Value and gradient over all N examples, chunk by chunk."""
         return self.objective.over(params, self._batches())
 
-    def _batches(self) -> Sequence[Batch]:
+    def _batches(self) -> Iterable[Batch]:
         device = self.shell.theta.device
         if self.data.tensors is None:
             return self.data.in_order(self.batch_size, device)
-        if self.whole is None:  # views of the data, or one copy of them on the device of the weights
-            self.whole = list(self.data.in_order(self.batch_size, device))
-        return self.whole
+        if self._whole is None:  # views of the data, or one copy of them on the device of the weights
+            self._whole = list(self.data.in_order(self.batch_size, device))
+        return self._whole
 
     def curvature_times(self, params: Params, batch: Batch, vector: Tensor) -> Tensor:
         """(P,): the Gauss-Newton matrix of a batch plus the prior's precision over N, times a vector."""
-        self.shell.load(params[THETA])
-        weights = list(self.shell.weights.values())
-        with torch.enable_grad(), plain_attention():
-            loss = -self.objective.likelihood.log_prob(self.shell(batch.inputs), batch.targets, batch.mask).mean()
-            slopes = torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
-            parts = self.shell.cast(self.shell.space.views(vector)).values()
-            along = sum((a * b).sum() for a, b in zip(slopes, parts))
-            found = torch.autograd.grad(along, weights, materialize_grads=True)
-        own = torch.cat([g.flatten().to(vector) for g in found])
-        return own.addcmul_(self.precision, vector, value=1 / self.num_data)
+        found = self._products.at(params[THETA]).batch_ggn(batch, vector)
+        return found.div_(len(batch.targets)).addcmul_(self.precision, vector, value=1 / self.num_data)
 
     def scores(self, params: Params, batch: Batch, count: int) -> Tensor:
         """(S, P): gradients of log p(y | x, θ) of single examples, y drawn from the model."""
         self.shell.load(params[THETA])
-        if self.capture is None:
-            self.capture = Capture(self.shell.module, self.shell.space)
         batch = self._random(batch, count)
         likelihood = self.objective.likelihood
         with torch.no_grad():
-            outputs, sites = self.capture(batch.inputs)
+            outputs, sites = self._capture(batch.inputs)
             values = outputs.detach()
             source = generator(int(uniform_like(torch.empty((), dtype=torch.float64, device=values.device)) * 2**52))
             targets = likelihood.sample(values, source)
