@@ -132,7 +132,7 @@ def stationary(precision, scores, scale, h, friction):
     start.step.fill_(1)
 
     def one(theta, p, z):
-        noise[:] = [z]
+        noise.append(z)
         state = stiff_baoab.copied(start)
         state.params[THETA].copy_(theta)
         state.momenta[THETA].copy_(p)
@@ -140,7 +140,7 @@ def stationary(precision, scores, scale, h, friction):
         return torch.cat([state.params[THETA], state.momenta[THETA]])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stiff_baoab, "normal_like", lambda like: noise[0].to(like))
+        patch.setattr(stiff_baoab, "normal_like", lambda like: noise[-1].to(like))
         zero, eye = torch.zeros(size, **make), torch.eye(size, **make)
         moved = [one(e, zero, zero) for e in eye] + [one(zero, e, zero) for e in eye]
         noisy = [one(zero, zero, e) for e in eye]
@@ -186,7 +186,7 @@ def test_variance_reduced_gradients_are_right_on_average_and_exact_at_the_snapsh
     snapshot = svrg.blank_snapshot({THETA: torch.zeros(4, **make)})
     assert svrg.is_due(snapshot, 3)
     then, now = {THETA: torch.randn(4, **make)}, {THETA: torch.randn(4, **make)}
-    value, gradient = svrg.take(joint, then, snapshot)
+    _, gradient = svrg.take(joint, then, snapshot)
     torch.testing.assert_close(gradient, joint.over_all(then)[1][THETA])
     parts = [Batch(joint.x[i : i + 20], joint.y[i : i + 20]) for i in range(0, 60, 20)]
     torch.testing.assert_close(svrg.estimate(joint, then, parts[0], snapshot)[2], gradient)
@@ -195,7 +195,8 @@ def test_variance_reduced_gradients_are_right_on_average_and_exact_at_the_snapsh
     torch.testing.assert_close(torch.stack([f[2] for f in found]).mean(0), exact[THETA])
     torch.testing.assert_close(torch.stack([f[0] for f in found]).mean(0), exact_value)
     assert int(snapshot.age) == 5
-    assert svrg.is_due(snapshot, 5) and not svrg.is_due(snapshot, 6)
+    assert svrg.is_due(snapshot, 5)
+    assert not svrg.is_due(snapshot, 6)
 
 
 def chain(joint, size, steps, settings, seed=0):
@@ -225,10 +226,10 @@ def test_without_stiff_friction_batches_heat_and_the_control_sees_it():
         def scores(self, params, batch, count):
             return torch.zeros(1, len(self.mean), **make)
 
-    hot, state = chain(Blind(), 5, 2000, Settings(1 / 400, 20.0, friction=0.01, burn_in=200))
+    _, state = chain(Blind(), 5, 2000, Settings(1 / 400, 20.0, friction=0.01, burn_in=200))
     assert float(state.measured.kinetic / state.measured.steps) > 1.5
     assert float(state.control.period) == 5
-    cool, state = chain(Regression(size=6), 200, 1500, Settings(1 / 400, 12.0, rows=32))
+    _, state = chain(Regression(size=6), 200, 1500, Settings(1 / 400, 12.0, rows=32))
     assert float(state.control.period) > 8
 
 

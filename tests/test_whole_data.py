@@ -65,9 +65,15 @@ def test_scores_are_gradients_of_examples_and_average_to_the_fisher_matrix():
     whole, params = whole_of(data, Categorical(), 3)
     with drawing_from(torch.Generator().manual_seed(0)):
         rows = torch.cat([whole.scores(params, None, N) for _ in range(3000)])  # (n, P)
-    fisher = torch.stack([
-        whole.curvature_times(params, Batch(data.inputs, data.targets), e) for e in torch.eye(len(params[THETA])).double()
-    ]) - 4.0 / N * torch.eye(len(params[THETA])).double()
+    fisher = (
+        torch.stack(
+            [
+                whole.curvature_times(params, Batch(data.inputs, data.targets), e)
+                for e in torch.eye(len(params[THETA])).double()
+            ]
+        )
+        - 4.0 / N * torch.eye(len(params[THETA])).double()
+    )
     found = rows.mT @ rows / len(rows)
     error = (rows[:, :, None] * rows[:, None, :]).std(0) / len(rows) ** 0.5
     assert ((found - fisher).abs() / (error + 1e-12))[error > 1e-9].max() < 5.5

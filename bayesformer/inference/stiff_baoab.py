@@ -1,4 +1,4 @@
-"""Langevin dynamics for the posterior of a network: variance reduced gradients, friction where the posterior is stiff."""
+"""Langevin dynamics for the posterior of a network: variance reduced gradients, friction in stiff directions."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def build(log_joint: WholeLogJoint, scale: Tensor, settings: Settings) -> Transf
         O:  p ← e^{-Γh} p + (1 - e^{-2Γh})^½ z,    z ~ N(0, I),   `stiff_friction.relax`
         A:  θ ← θ + h/2 scale ∘ p
 
-    The target is exp(U/T), U the log joint over N. With `scale` the standard deviations of a Gaussian prior the prior is
-    N(0, I) in φ (at T = 1/N). Every `every` steps the curvature is looked at: λ, a running maximum of one power
+    The target is exp(U/T), U the log joint over N. With the standard deviations of a Gaussian prior as `scale`, that
+    prior is N(0, I) in φ (at T = 1/N). Every `every` steps the curvature is looked at: λ, a running maximum of one power
     iteration on the current batch, gives the step h = 1/√λ; the stiff directions and their friction γ_i = 2√λ_i come
     from scores at outputs that the model draws. That friction takes away the heat of the gradients' noise, which is
     proportional to the curvature, and leaves the target as it is.
@@ -111,7 +111,8 @@ def build(log_joint: WholeLogJoint, scale: Tensor, settings: Settings) -> Transf
     noise; noise shows before O twice as strongly as in the variance of θ, and after O hardly.
 
     Known exactly: for U = -½ φᵀ Λ φ and gradients over all data (K = 1, or batches of all examples) the variance of φ
-    is T/Λ whatever friction and stiff directions are, for h² Λ < 4. With rows of curvature 0 it is BAOA with friction γ.
+    is T/Λ whatever friction and stiff directions are, for h² Λ < 4. Without stiff directions it is BAOA. Directions
+    that are kept for `every` steps depend on weights of before, and are exact only as far as these have not moved.
 
     Args:
         log_joint: with gradients over all data, curvature and scores.
@@ -139,11 +140,9 @@ def init(params: Params, *, settings: Settings) -> StiffState:
     longest = max(settings.longest / 2, min(SHORTEST, settings.longest))
     control = Control(number(longest), number(), torch.zeros_like(theta), theta.new_zeros(()), count())
     sums = theta.new_zeros((), dtype=torch.float64)
-    measured = Measured(
-        count(), sums, sums.clone(), number(), number(), number(), number(), number()
-    )
+    measured = Measured(count(), sums, sums.clone(), number(), number(), number(), number(), number())
     return StiffState(
-        {THETA: theta.clone()},  # a copy: the log joint may hold the memory of what it is given, and looks elsewhere too
+        {THETA: theta.clone()},  # a copy: the log joint writes other weights over what it is given
         {THETA: torch.zeros_like(theta)},
         svrg.blank_snapshot(params),
         no_directions(theta, settings.rows),
@@ -203,9 +202,7 @@ def _look(state: StiffState, batch: Batch, log_joint: WholeLogJoint, scale: Tens
     state.measured.largest.clamp_min_(float(control.largest))
 
 
-def _gradient(
-    state: StiffState, batch: Batch, log_joint: WholeLogJoint, s: Settings
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient(state: StiffState, batch: Batch, log_joint: WholeLogJoint, s: Settings) -> tuple[Tensor, Tensor, Tensor]:
     """Value, outputs and gradient (P,): over all data every K steps, else from the batch and the snapshot."""
     if not svrg.is_due(state.snapshot, round(float(state.control.period))):
         state.measured.examples.add_(2 * len(batch.targets))
