@@ -10,7 +10,7 @@ from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
 from bayesformer.inference import baoab, stiff_baoab, svrg
-from bayesformer.inference.stiff_baoab import Settings
+from bayesformer.inference.stiff_baoab import StiffSettings
 from bayesformer.inference.stiff_friction import StiffDirections, relax, stiff_directions
 
 make = {"dtype": torch.float64}
@@ -124,7 +124,7 @@ def stationary(precision, scores, scale, h, friction):
     """Stationary covariance of (θ, p), from the linear map that one step is: its matrix, and that of its noise."""
     size, noise = len(precision), []
     joint = Quadratic(precision, scores, largest=1.0)
-    transform = stiff_baoab.build(joint, scale, Settings(1.0, 1.0, friction, rows=len(scores), every=10**6))
+    transform = stiff_baoab.build(joint, scale, StiffSettings(1.0, 1.0, friction, rows=len(scores), every=10**6))
     start = transform.init({THETA: torch.zeros(size, **make)})
     start.stiff.rows.copy_(stiff_directions(scores * scale / math.sqrt(len(scores))).rows)
     start.stiff.curvature.copy_(stiff_directions(scores * scale / math.sqrt(len(scores))).curvature)
@@ -140,7 +140,7 @@ def stationary(precision, scores, scale, h, friction):
         return torch.cat([state.params[THETA], state.momenta[THETA]])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stiff_baoab, "normal_like", lambda like: noise[-1].to(like))
+        patch.setattr(stiff_baoab, "normal_like", lambda _: noise[-1])
         zero, eye = torch.zeros(size, **make), torch.eye(size, **make)
         moved = [one(e, zero, zero) for e in eye] + [one(zero, e, zero) for e in eye]
         noisy = [one(zero, zero, e) for e in eye]
@@ -163,7 +163,7 @@ def test_without_stiff_directions_and_with_all_data_it_is_baoa():
     precision, temperature, h = torch.diag(torch.tensor([4.0, 1.0, 0.5], **make)), 0.2, 0.3
     joint = Quadratic(precision, largest=temperature / h**2 / temperature)
     scale = torch.full((3,), math.sqrt(temperature), **make)
-    ours = stiff_baoab.build(joint, scale, Settings(temperature, 1.0, 0.7, rows=1))
+    ours = stiff_baoab.build(joint, scale, StiffSettings(temperature, 1.0, 0.7, rows=1))
     plain = baoab.build(joint, h, temperature, 0.7)
     theta, p = torch.tensor([1.0, -2.0, 0.3], **make), torch.tensor([0.1, 0.2, -1.0], **make)
     a, b = ours.init({THETA: theta}), plain.init({THETA: theta.clone()})
@@ -212,7 +212,7 @@ def chain(joint, size, steps, settings, seed=0):
 
 def test_batches_leave_the_posterior_and_the_temperature_as_they_are():
     joint = Regression(size=6)
-    theta, state = chain(joint, 40, 6000, Settings(1 / 400, 10.0, rows=32, burn_in=200))
+    theta, state = chain(joint, 40, 6000, StiffSettings(1 / 400, 10.0, rows=32, burn_in=200))
     whitened = (theta[200:] - joint.mean) @ torch.linalg.cholesky(joint.precision)
     assert 0.95 < float(state.measured.kinetic / state.measured.steps) < 1.1
     assert 0.9 < whitened.var(0).mean().sqrt() < 1.1
@@ -226,16 +226,16 @@ def test_without_stiff_friction_batches_heat_and_the_control_sees_it():
         def scores(self, params, batch, count):
             return torch.zeros(1, len(self.mean), **make)
 
-    _, state = chain(Blind(), 5, 2000, Settings(1 / 400, 20.0, friction=0.01, burn_in=200))
+    _, state = chain(Blind(), 5, 2000, StiffSettings(1 / 400, 20.0, friction=0.01, burn_in=200))
     assert float(state.measured.kinetic / state.measured.steps) > 1.5
     assert float(state.control.period) == 5
-    _, state = chain(Regression(size=6), 200, 1500, Settings(1 / 400, 12.0, rows=32))
+    _, state = chain(Regression(size=6), 200, 1500, StiffSettings(1 / 400, 12.0, rows=32))
     assert float(state.control.period) > 8
 
 
 def test_pure_and_in_place_steps_agree_and_pure_steps_keep_the_state():
     joint = Regression(40, 3)
-    transform = stiff_baoab.build(joint, torch.ones(3, **make), Settings(1 / 40, 6.0, rows=5, every=2))
+    transform = stiff_baoab.build(joint, torch.ones(3, **make), StiffSettings(1 / 40, 6.0, rows=5, every=2))
     batches = joint.batches(8)
     parts = [next(batches) for _ in range(9)]
     ends = []
@@ -255,13 +255,13 @@ def test_pure_and_in_place_steps_agree_and_pure_steps_keep_the_state():
 
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="temperature must be positive and finite; got 0"):
-        Settings(0, 10)
+        StiffSettings(0, 10)
     with pytest.raises(ValueError, match="rows must be at least 1; got 0"):
-        Settings(1, 10, rows=0)
+        StiffSettings(1, 10, rows=0)
     with pytest.raises(ValueError, match="decay must be at least 0 and below 1; got 1"):
-        Settings(1, 10, decay=1)
+        StiffSettings(1, 10, decay=1)
     joint = Quadratic(torch.eye(2, **make))
     with pytest.raises(ValueError, match="scale must be positive; got 0.0"):
-        stiff_baoab.build(joint, torch.tensor([1.0, 0.0]), Settings(1, 10))
+        stiff_baoab.build(joint, torch.tensor([1.0, 0.0]), StiffSettings(1, 10))
     with pytest.raises(ValueError, match=r"params must be one vector .* got \{'theta': \(2, 3\)\}"):
-        stiff_baoab.build(joint, torch.ones(3), Settings(1, 10)).init({THETA: torch.zeros(2, 3)})
+        stiff_baoab.build(joint, torch.ones(3), StiffSettings(1, 10)).init({THETA: torch.zeros(2, 3)})

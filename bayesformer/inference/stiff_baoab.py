@@ -60,7 +60,7 @@ class StiffState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class StiffSettings:
     """Numbers of the chain; those of a network's posterior by default."""
 
     temperature: float
@@ -90,7 +90,7 @@ class Settings:
             raise ValueError(f"decay must be at least 0 and below 1; got {self.decay}.")
 
 
-def build(log_joint: WholeLogJoint, scale: Tensor, settings: Settings) -> Transform:
+def build(log_joint: WholeLogJoint, scale: Tensor, settings: StiffSettings) -> Transform:
     """Underdamped Langevin dynamics of φ = θ / scale, split as B A O A, with gradients g of `svrg.estimate`:
 
         B:  p ← p + h/T scale ∘ g(θ)
@@ -99,7 +99,7 @@ def build(log_joint: WholeLogJoint, scale: Tensor, settings: Settings) -> Transf
         A:  θ ← θ + h/2 scale ∘ p
 
     The target is exp(U/T), U the log joint over N. With the standard deviations of a Gaussian prior as `scale`, that
-    prior is N(0, I) in φ (at T = 1/N). Every `every` steps the curvature is looked at: λ, a running maximum of one power
+    prior is N(0, I) in φ (at T = 1/N). Every `every` steps the curvature is looked at: λ, a running maximum of a power
     iteration on the current batch, gives the step h = 1/√λ; the stiff directions and their friction γ_i = 2√λ_i come
     from scores at outputs that the model draws. That friction takes away the heat of the gradients' noise, which is
     proportional to the curvature, and leaves the target as it is.
@@ -124,7 +124,7 @@ def build(log_joint: WholeLogJoint, scale: Tensor, settings: Settings) -> Transf
     return Transform(partial(init, settings=settings), partial(update, log_joint=log_joint, scale=scale, s=settings))
 
 
-def init(params: Params, *, settings: Settings) -> StiffState:
+def init(params: Params, *, settings: StiffSettings) -> StiffState:
     """The state at `params`, which are copied; momenta are drawn in the first step."""
     if list(params) != [THETA] or params[THETA].dim() != 1:
         shapes = {name: tuple(p.shape) for name, p in params.items()}
@@ -154,7 +154,7 @@ def init(params: Params, *, settings: Settings) -> StiffState:
 
 
 def update(
-    state: StiffState, batch: Batch, inplace: bool = False, *, log_joint: WholeLogJoint, scale: Tensor, s: Settings
+    state: StiffState, batch: Batch, inplace: bool = False, *, log_joint: WholeLogJoint, scale: Tensor, s: StiffSettings
 ) -> tuple[StiffState, Tensor]:
     """One step; the second value is the outputs of the batch, empty where the gradient is that over all data."""
     if not inplace:
@@ -178,7 +178,7 @@ def update(
     return state, outputs
 
 
-def _look(state: StiffState, batch: Batch, log_joint: WholeLogJoint, scale: Tensor, s: Settings) -> None:
+def _look(state: StiffState, batch: Batch, log_joint: WholeLogJoint, scale: Tensor, s: StiffSettings) -> None:
     """Stiff directions and the largest curvature at the current weights."""
     scores = log_joint.scores(state.params, batch, s.rows)
     found = stiff_directions(scores.mul_(scale).mul_((len(scores) * s.temperature) ** -0.5))
@@ -202,7 +202,9 @@ def _look(state: StiffState, batch: Batch, log_joint: WholeLogJoint, scale: Tens
     state.measured.largest.clamp_min_(float(control.largest))
 
 
-def _gradient(state: StiffState, batch: Batch, log_joint: WholeLogJoint, s: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient(
+    state: StiffState, batch: Batch, log_joint: WholeLogJoint, s: StiffSettings
+) -> tuple[Tensor, Tensor, Tensor]:
     """Value, outputs and gradient (P,): over all data every K steps, else from the batch and the snapshot."""
     if not svrg.is_due(state.snapshot, round(float(state.control.period))):
         state.measured.examples.add_(2 * len(batch.targets))
@@ -213,7 +215,7 @@ def _gradient(state: StiffState, batch: Batch, log_joint: WholeLogJoint, s: Sett
     return value, value.new_zeros(0), gradient
 
 
-def _adjust(control: Control, s: Settings, weights: int) -> None:
+def _adjust(control: Control, s: StiffSettings, weights: int) -> None:
     """The next K, from the kinetic temperature since K was last looked at."""
     if int(control.summed) * min(1, weights / ENOUGH) < round(float(control.period)):
         return

@@ -27,12 +27,11 @@ CHUNK = 1024  # examples per pass over all data
 class WholeDataObjective:
     """An `Objective` that also gives gradients over all data, curvature products and scores (a `WholeLogJoint`).
 
-    The shell's modules are in evaluation mode: everything is one function of θ. The curvature of the prior is that of
-    a Gaussian of precision `precision`.
+    The shell's modules are in evaluation mode: everything is one function of θ.
     """
 
-    def __init__(self, objective: Objective, data: Batches, precision: Tensor, batch_size: int = CHUNK) -> None:
-        self.objective, self.data, self.precision, self.batch_size = objective, data, precision, batch_size
+    def __init__(self, objective: Objective, data: Batches, batch_size: int = CHUNK) -> None:
+        self.objective, self.data, self.batch_size = objective, data, batch_size
         self.num_data, self.shell = objective.num_data, objective.shell
         self._products = CurvatureProducts(self.shell, objective.likelihood, data)
         self._capture = Capture(self.shell.module, self.shell.space)
@@ -59,9 +58,9 @@ class WholeDataObjective:
         return self._whole
 
     def curvature_times(self, params: Params, batch: Batch, vector: Tensor) -> Tensor:
-        """(P,): the Gauss-Newton matrix of a batch plus the prior's precision over N, times a vector."""
-        found = self._products.at(params[THETA]).batch_ggn(batch, vector)
-        return found.div_(len(batch.targets)).addcmul_(self.precision, vector, value=1 / self.num_data)
+        """(P,): the Gauss-Newton matrix of a batch plus the prior's curvature over N, times a vector."""
+        found = self._products.at(params[THETA]).batch_ggn(batch, vector).div_(len(batch.targets))
+        return found.add_(self.objective.prior.precision_times(params[THETA], vector), alpha=1 / self.num_data)
 
     def scores(self, params: Params, batch: Batch, count: int) -> Tensor:
         """(S, P): gradients of log p(y | x, θ) of single examples, y drawn from the model."""
