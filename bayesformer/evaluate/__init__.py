@@ -13,7 +13,7 @@ from bayesformer.evaluate.calibration import (
     reliability,
 )
 from bayesformer.evaluate.catalogue import METRICS, Metric, describe
-from bayesformer.evaluate.detection import aupr, auroc, detection, fpr_at_95_tpr, stump_accuracy
+from bayesformer.evaluate.detection import aupr, auroc, detection, fpr_at_95_tpr, stump_accuracy, tree_accuracy
 from bayesformer.evaluate.process import Gap, check_not_above, oracle_gap, process_mse, variance_mse
 from bayesformer.evaluate.scores import accuracy, brier, crps, f1, log_likelihood, mse, rmse
 from bayesformer.evaluate.selective import RiskCoverage, aurc, eaurc, pavpu, risk_coverage
@@ -54,5 +54,6 @@ __all__ = [
     "risk_coverage",
     "rmse",
     "stump_accuracy",
+    "tree_accuracy",
     "variance_mse",
 ]
