@@ -86,8 +86,8 @@ _ALL = (
         "aurc",
         "AURC",
         "lower",
-        "Error left when only the most certain are answered, over all coverages; against a set of foreign inputs, which "
-        "have no right answer, among them.",
+        "Error left when only the most certain are answered, over all coverages; of a set of foreign inputs: with them "
+        "among the questions, every answer to one of them wrong.",
     ),
     Metric("aurc_epistemic", "AURC by epistemic", "lower", "The same, certain by the epistemic part alone."),
     Metric("pavpu", "PAvPU", "higher", "Share of answers that are right and certain, or wrong and uncertain."),

@@ -43,8 +43,9 @@ class PosTagging(Task):
 
     @property
     def training(self) -> Training:
-        """Until validation stops improving, which is early: words that are rare are learned by heart after that."""
-        return Training(epochs=30, batch_size=64, lr=3e-3, schedule="cosine", warmup=200, patience=0)
+        """6 epochs, the rate falling to 0, of which the best by validation is kept: after three or four, words that
+        never occur in training are tagged with ever more confidence."""
+        return Training(epochs=6, batch_size=64, lr=1e-2, schedule="cosine", warmup=100, patience=0)
 
     def load(self) -> TaskData:
         """The three parts of the treebank, and the sentences of the ambiguity corpus."""
