@@ -277,3 +277,17 @@ def summary(found: Mixtures, chosen: Tensor, ensemble: Posterior) -> dict[str, A
             "mean": values[chosen].mean().item(),
         }
     return facts
+
+
+def told(facts: dict[str, Any]) -> str:
+    """The facts of a made set as text: what was kept, and histograms of entropy and mutual information."""
+    lines = [f"{facts['images']} images of {facts['passed']} mixtures that passed the filter"]
+    for name, unit in (("entropy", "H"), ("information", "I")):
+        found = facts[name]
+        lines.append(
+            f"{unit}: {found['least']:.4f} to {found['most']:.4f}, mean {found['mean']:.4f} nats; images by {name}:"
+        )
+        most = max(found["counts"])
+        for low, high, count in zip(found["edges"], found["edges"][1:], found["counts"], strict=False):
+            lines.append(f"  {low:6.3f} to {high:6.3f} {count:6d} {'#' * round(40 * count / most)}")
+    return "\n".join(lines)

@@ -41,6 +41,13 @@ class PosTagging(Task):
 
     likelihood: ClassVar[Likelihood] = Categorical()
 
+    def __post_init__(self) -> None:
+        longest = max(map(len, treebank.ambiguity_corpus().lemmas))
+        if self.length < longest:
+            raise ValueError(
+                f"length must be at least {longest}, as the sentences of the corpus are; got {self.length}."
+            )
+
     @property
     def training(self) -> Training:
         """6 epochs, the rate falling to 0, of which the best by validation is kept: after three or four, words that
