@@ -26,15 +26,17 @@ from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood, links
 from bayesformer.likelihoods.language import decoder_inputs
 from bayesformer.likelihoods.links import Link
-from bayesformer.likelihoods.predictive import Predictive
+from bayesformer.likelihoods.predictive import Predictive, Temperable
 from bayesformer.model.randomness import find_randomness
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
 from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
+from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
+from bayesformer.predict.tempering import best_temperature
 from bayesformer.predict.ways import Way, check_way
 
 TRIAL_EXAMPLES = 2  # examples of a trial pass
@@ -71,6 +73,8 @@ class Posterior:
     """how `predict` gets outputs when it is not told"""
     link: Link | None = None
     """how it turns a Gaussian over outputs into probabilities; None is the likelihood's own way"""
+    tempering: float = 1.0
+    """temperature of everything it predicts, chosen by `calibrate`; 1 leaves the predictive as it is"""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """what is known of its making: method and settings, data fingerprint, N, strategy, whether it converged"""
     frozen: Params = field(default_factory=dict, repr=False)
@@ -252,11 +256,12 @@ class Posterior:
         if way != "sampled":
             found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
             chosen = self.link if link is None else link
-            return self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
+            made = self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
+            return self._tempered(made)
         latest: list[Any] = []
         data = self._inputs(inputs)
         tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, latest))
-        return replace(latest[0], **tensors)
+        return self._tempered(replace(latest[0], **tensors))
 
     def predict_batches(
         self,
@@ -282,7 +287,33 @@ class Posterior:
             size = self._pass_size(sampler, data, batch_size)
             examples = min(ROUND, ROUND_NUMBERS // (sampler.count * self._numbers(sampler, data)))
             for part in rounds_of(sampler, data.in_order(size, self.device), convert, max(1, examples)):
-                yield replace(latest[0], **part)
+                yield self._tempered(replace(latest[0], **part))
+
+    def _tempered(self, predictive: Predictive) -> Predictive:
+        if self.tempering == 1:
+            return predictive
+        assert isinstance(predictive, Temperable)  # `calibrate` has refused others
+        return predictive.tempered(self.tempering)
+
+    def calibrate(self, validation: Any) -> Posterior:
+        """The same posterior whose predictive has the temperature that validation data give the highest likelihood.
+
+        Probabilities of every draw are raised to the power 1/T and normalised, or all variances multiplied by T. The
+        weights stay as they are. T stands in `tempering`, and in `facts` with the log-likelihood before and after.
+        """
+        plain = replace(self, tempering=1.0)
+        found, gained = best_temperature(plain, validation)
+        return replace(plain, tempering=found, facts={**self.facts, "calibrated": {"temperature": found, **gained}})
+
+    def conformal(self, calibration_data: Any, level: float = 0.9, seed: int = 0) -> Conformal:
+        """Sets, intervals and refusals that are right with probability `level`, whatever this posterior is worth.
+
+        Args:
+            calibration_data: labelled examples that training has not seen, from the source of those to come.
+            level: how often a set or an interval is to hold the truth.
+            seed: of one random number per question, which makes the level of sets exact.
+        """
+        return conformal(self, calibration_data, level, seed)
 
     def _converter(self, link: Link | None, latest: list[Any]) -> Convert:
         """From outputs to the tensors of a predictive; the predictive itself is put into `latest`."""
