@@ -21,6 +21,7 @@ from bayesformer.core.types import Draws, Inputs, Outputs, Params
 from bayesformer.data import as_inputs
 from bayesformer.data.inputs import inputs_to, leaves
 from bayesformer.data.unlabelled import InputBatches
+from bayesformer.generation import Generation, SampledAnswers
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood, links
@@ -314,6 +315,76 @@ class Posterior:
             seed: of one random number per question, which makes the level of sets exact.
         """
         return conformal(self, calibration_data, level, seed)
+
+    def generate(
+        self,
+        inputs: Any,
+        draws: int = 8,
+        *,
+        max_new_tokens: int = 32,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        tokenizer: Any = None,
+        stop: Any = None,
+        cached: bool | None = None,
+        on_step: Any = None,
+    ) -> Generation:
+        """Continue text with a causal language model, each token from the probabilities averaged over draws.
+
+        One draw of the weights is held for a whole sequence. Where attention or dropout is random, a token's noise is
+        drawn once and kept with its entry in the cache.
+
+        Args:
+            inputs: text, a list of texts (with a tokenizer), or a mapping with input_ids and attention_mask (B, T),
+                padded on the left.
+            draws: of the weights; at most as many as the posterior has.
+            max_new_tokens: of each sequence.
+            do_sample: draw tokens, instead of taking the most probable one.
+            temperature: of the averaged probabilities that tokens are drawn from.
+            top_p: draw from the smallest set of tokens that has this probability.
+            seed: of the draws of the weights, and of drawn tokens as `torch.manual_seed` with transformers' generate.
+            tokenizer: of the model; the result then has text.
+            stop: texts or token numbers that end a sequence, beside the model's own end token.
+            cached: keep keys and values of what was read; by default where the model can.
+            on_step: called with every `Step` and with which sequences run on, as soon as it is known.
+        """
+        from bayesformer.generation.writing import Choosing, write
+
+        self._check_draws(draws, None if self.noisy_draws else self.law.available)
+        self._check_base()
+        choose = Choosing(do_sample, temperature, top_p)
+        return write(
+            self,
+            inputs,
+            draws=draws,
+            max_new_tokens=max_new_tokens,
+            choose=choose,
+            seed=seed,
+            tokenizer=tokenizer,
+            stop=stop,
+            cached=cached,
+            on_step=on_step,
+        )
+
+    def sample_answers(self, inputs: Any, answers: int = 5, *, draws: int = 8, **options: Any) -> SampledAnswers:
+        """Several sampled answers to each prompt, and what they say of how sure the model is; options of `generate`.
+
+        Predictive entropy over answers, its length-normalised form, lexical similarity and self-certainty: scores of a
+        whole answer that need no other model.
+        """
+        from bayesformer.generation.answer_scores import score_answers
+        from bayesformer.generation.prompts import as_prompts
+
+        if isinstance(answers, bool) or not isinstance(answers, int) or answers < 2:
+            raise ValueError(f"answers must be a whole number, at least 2; got {answers!r}.")
+        prompts = as_prompts(self.model, inputs, options.get("tokenizer"), self.device)
+        repeated = {
+            "input_ids": prompts.ids.repeat_interleave(answers, 0),
+            "attention_mask": prompts.mask.repeat_interleave(answers, 0),
+        }
+        return score_answers(self.generate(repeated, draws, **{"do_sample": True, **options}), answers)
 
     def _converter(self, link: Link | None, latest: list[Any]) -> Convert:
         """From outputs to the tensors of a predictive; the predictive itself is put into `latest`."""
