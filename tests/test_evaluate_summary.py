@@ -21,11 +21,11 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 
 HIGHER = {
     *("log_likelihood", "accuracy", "f1_macro", "f1_micro", "f1_weighted", "oracle_gap"),
-    *("auroc", "auroc_epistemic", "aupr", "stump_accuracy", "pavpu"),
+    *("auroc", "auroc_epistemic", "aupr", "stump_accuracy", "tree_accuracy", "pavpu"),
 }
 LOWER = {
     *("ece", "ece_classwise", "ece_adaptive", "brier", "crps", "rmse", "coverage_error_90"),
-    *("process_mse", "variance_mse", "fpr95", "aurc"),
+    *("process_mse", "variance_mse", "fpr95", "fpr95_epistemic", "aurc", "aurc_epistemic"),
 }
 INFORMATION = {"coverage_90", "epistemic_share", "rhat", "ess"}
 

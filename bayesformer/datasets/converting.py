@@ -132,8 +132,7 @@ def _edges(graph: dict[int, list[int]]) -> np.ndarray:
 def _written(features: Any, classes: np.ndarray, edges: np.ndarray, masks: dict[str, np.ndarray]) -> bytes:
     features.sort_indices()
     file = io.BytesIO()
-    np.savez_compressed(
-        file,
+    arrays: dict[str, Any] = dict(
         x_data=features.data.astype(np.float32),
         x_indices=features.indices.astype(np.int16),
         x_indptr=features.indptr.astype(np.int32),
@@ -142,4 +141,5 @@ def _written(features: Any, classes: np.ndarray, edges: np.ndarray, masks: dict[
         edge_index=edges,
         **masks,
     )
+    np.savez_compressed(file, **arrays)
     return file.getvalue()

@@ -14,6 +14,7 @@ from bayesformer.evaluate.calibration import (
 )
 from bayesformer.evaluate.catalogue import METRICS, Metric, describe
 from bayesformer.evaluate.detection import aupr, auroc, detection, fpr_at_95_tpr, stump_accuracy, tree_accuracy
+from bayesformer.evaluate.language_scores import best_spans, exact_match, matthews, pearson, spearman, token_f1
 from bayesformer.evaluate.process import Gap, check_not_above, oracle_gap, process_mse, variance_mse
 from bayesformer.evaluate.scores import accuracy, brier, crps, f1, log_likelihood, mse, rmse
 from bayesformer.evaluate.selective import RiskCoverage, aurc, eaurc, pavpu, risk_coverage
@@ -28,6 +29,7 @@ __all__ = [
     "aupr",
     "aurc",
     "auroc",
+    "best_spans",
     "brier",
     "check_not_above",
     "classification",
@@ -40,20 +42,25 @@ __all__ = [
     "ece_adaptive",
     "ece_classwise",
     "epistemic_share",
+    "exact_match",
     "f1",
     "fpr_at_95_tpr",
     "interval_coverage",
     "log_likelihood",
+    "matthews",
     "mean_log_likelihood",
     "mse",
     "oracle_gap",
     "pavpu",
+    "pearson",
     "process_mse",
     "regression",
     "reliability",
     "risk_coverage",
     "rmse",
+    "spearman",
     "stump_accuracy",
+    "token_f1",
     "tree_accuracy",
     "variance_mse",
 ]

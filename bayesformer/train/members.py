@@ -229,7 +229,8 @@ class Fitted:
 def fit_stage(stage: Stage, members: int) -> Fitted:
     """Train all members of a stage, however they are run."""
     strategy, results = _results(stage, range(members))
-    draws = None if results[0].draws is None else torch.cat([r.draws for r in results])
+    found = [r.draws for r in results if r.draws is not None]
+    draws = torch.cat(found) if found else None
     joined = {name: torch.cat([r.buffers[name] for r in results]) for name in results[0].buffers}
     kept = {name: torch.cat([r.draw_buffers[name] for r in results]) for name in results[0].draw_buffers}
     facts = {
