@@ -583,7 +583,7 @@ def test_list_names_every_task_method_and_setting(capsys):
 
 
 def test_help_of_every_verb(capsys):
-    for verb in ["demo", "run", "report", "list", "predict", "study", "results"]:
+    for verb in ["demo", "run", "report", "list", "predict", "study", "results", "reference"]:
         with pytest.raises(SystemExit) as stop:
             cli.main([verb, "--help"])
         assert stop.value.code == 0

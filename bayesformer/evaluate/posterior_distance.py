@@ -26,7 +26,7 @@ AT_ONCE = 2**23
 
 
 class Fidelity(NamedTuple):
-    """Scores of one set of inputs."""
+    """Scores of a posterior against the reference at one set of inputs."""
 
     wasserstein: float  # mean over function values, in standard deviations of the reference
     mean_error: float  # root mean square distance of the means, in the same unit

@@ -6,6 +6,15 @@ what is stored, and the tasks `fidelity/NAME` score methods against it. Every we
 
 from bayesformer.reference.problem_kind import PRIOR, ProblemData, ReferenceProblem
 from bayesformer.reference.problems import PROBLEMS, problem_of
-from bayesformer.reference.stored import Reference, data_of, read
+from bayesformer.reference.stored import ReferencePosterior, data_of, read
 
-__all__ = ["PRIOR", "PROBLEMS", "ProblemData", "Reference", "ReferenceProblem", "data_of", "problem_of", "read"]
+__all__ = [
+    "PRIOR",
+    "PROBLEMS",
+    "ProblemData",
+    "ReferencePosterior",
+    "ReferenceProblem",
+    "data_of",
+    "problem_of",
+    "read",
+]

@@ -77,5 +77,5 @@ class CausalSeries(ReferenceProblem):
 
     @property
     def training(self) -> Training:
-        """The rate of the toy series."""
+        """The learning rate of the toy series, falling to 0."""
         return Training(lr=1e-2, schedule="cosine")

@@ -15,7 +15,7 @@ from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 from bayesformer.reference.problems import problem_of
-from bayesformer.reference.stored import Reference, data_of, read
+from bayesformer.reference.stored import ReferencePosterior, data_of, read
 
 BAR = 1.02
 """R-hat that every function value of a reference is to stay below."""
@@ -43,7 +43,7 @@ def check(name: str, place: Path | None = None) -> list[Finding]:
     return [_witnesses(problem, reference, data), *(_chains(problem, reference, region) for region in regions)]
 
 
-def _recomputed(problem: ReferenceProblem, reference: Reference, data: ProblemData) -> Finding:
+def _recomputed(problem: ReferenceProblem, reference: ReferencePosterior, data: ProblemData) -> Finding:
     laws = problem.exact(data)
     assert laws is not None
     worst = 0.0
@@ -55,7 +55,7 @@ def _recomputed(problem: ReferenceProblem, reference: Reference, data: ProblemDa
     return Finding(worst < EXACT, f"closed form recomputed: largest relative difference {worst:.1e}")
 
 
-def _witnesses(problem: ReferenceProblem, reference: Reference, data: ProblemData) -> Finding:
+def _witnesses(problem: ReferenceProblem, reference: ReferencePosterior, data: ProblemData) -> Finding:
     """The stored weights give the stored outputs with the model as it is now."""
     model = problem.model().eval()
     shell = Skeleton(model, Space.of(model)).shell(gradients=False)
@@ -74,7 +74,7 @@ def _witnesses(problem: ReferenceProblem, reference: Reference, data: ProblemDat
     )
 
 
-def _chains(problem: ReferenceProblem, reference: Reference, region: str) -> Finding:
+def _chains(problem: ReferenceProblem, reference: ReferencePosterior, region: str) -> Finding:
     traces = traces_in(problem, reference, region)
     made, again = reference.facts["rhat"][region]["largest"], split_rhat(traces).max().item()
     verdict = f"below {BAR}" if made < BAR else f"NOT below {BAR}"
@@ -88,7 +88,7 @@ def _chains(problem: ReferenceProblem, reference: Reference, region: str) -> Fin
     )
 
 
-def traces_in(problem: ReferenceProblem, reference: Reference, region: str) -> Tensor:
+def traces_in(problem: ReferenceProblem, reference: ReferencePosterior, region: str) -> Tensor:
     """(chains, draws, ...): function values of the stored draws of a region."""
     stored = reference.traces(region)
     values = function_values(problem.likelihood.predictive(Draws(stored.flatten(0, 1))))

@@ -55,5 +55,5 @@ class DigitsPatches(ReferenceProblem):
 
     @property
     def training(self) -> Training:
-        """The rate of the task `digits`."""
+        """The learning rate of the task `digits`, falling to 0."""
         return Training(lr=1e-2, schedule="cosine")

@@ -52,5 +52,5 @@ class GapNetwork(ReferenceProblem):
         return gap_data(self.examples, self.noise)
 
     def model(self) -> nn.Module:
-        """One hidden layer of tanh."""
+        """One hidden layer of tanh, from (B, 1) to (B, 1)."""
         return nn.Sequential(nn.Linear(1, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 1))

@@ -32,7 +32,7 @@ class LinearRegression(ReferenceProblem):
 
     @property
     def description(self) -> str:
-        """One line with the sizes."""
+        """One line about the problem, with its sizes."""
         return f"Linear regression, {self.weights} weights, N = {self.examples}, condition {self.condition:g}; exact."
 
     @property
@@ -62,7 +62,7 @@ class LinearRegression(ReferenceProblem):
         )
 
     def model(self) -> nn.Module:
-        """One linear map without bias."""
+        """One linear map without bias, from (B, F) to (B, 1)."""
         return nn.Linear(self.weights, 1, bias=False)
 
     def posterior(self, data: ProblemData) -> LinearPosterior:

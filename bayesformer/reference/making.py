@@ -22,7 +22,7 @@ from bayesformer.methods import Problem, build_method
 from bayesformer.posterior import Posterior
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 from bayesformer.reference.problems import problem_of
-from bayesformer.reference.stored import Reference, folder, summary_of, write
+from bayesformer.reference.stored import ReferencePosterior, folder, summary_of, write
 from bayesformer.version import __version__
 
 STORED = 1000
@@ -55,7 +55,7 @@ def make(name: str, place: Path | None = None, reporter: Reporter | None = None)
         "data": summary_of(data),
         "versions": {"bayesformer": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    path = write(Reference(name, facts, tensors), place)
+    path = write(ReferencePosterior(name, facts, tensors), place)
     shutil.rmtree(place / CHECKPOINTS / name, ignore_errors=True)
     return path
 

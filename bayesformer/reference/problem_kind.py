@@ -34,7 +34,7 @@ class ProblemData(NamedTuple):
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor]) -> ProblemData:
-        """From what `tensors` gives."""
+        """The data again, from what `tensors` gives."""
         regions = {n.removeprefix("region."): t for n, t in tensors.items() if n.startswith("region.")}
         return cls(Data(tensors["train.inputs"], tensors["train.targets"]), regions)
 

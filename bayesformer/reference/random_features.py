@@ -34,11 +34,11 @@ class CosineFeatures(nn.Module):
         self.read_out = nn.Linear(features, 1, bias=False)
 
     def features(self, inputs: Tensor) -> Tensor:
-        """(B, F) from inputs (B, 1)."""
+        """The features (B, F) of inputs (B, 1)."""
         return math.sqrt(2 / len(self.phases)) * (inputs * self.frequencies + self.phases).cos()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """From (B, 1) to (B, 1)."""
+        """The read-out of the features, from (B, 1) to (B, 1)."""
         return self.read_out(self.features(inputs))
 
 
@@ -59,7 +59,7 @@ class RandomFeatures(ReferenceProblem):
         return Gaussian(scale=self.noise)
 
     def data(self) -> ProblemData:
-        """The gap problem's data."""
+        """The data of the gap problem, N = 100."""
         return gap_data(100, self.noise)
 
     def model(self) -> CosineFeatures:

@@ -54,7 +54,7 @@ class SentenceHead(ReferenceProblem):
         return ProblemData(Data(train, targets), {"in": first, "out": second})
 
     def model(self) -> nn.Module:
-        """One linear map to a logit."""
+        """One linear map of the features to a logit."""
         return LogOdds(384)
 
 

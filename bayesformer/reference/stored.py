@@ -25,7 +25,7 @@ CLOSE = 1e-4
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferencePosterior:
     """A stored reference posterior: outputs at the inputs of every region, and how they were made."""
 
     name: str
@@ -71,14 +71,14 @@ def path_of(name: str, place: Path | None = None) -> Path:
     return (place or folder()) / f"{name}.safetensors"
 
 
-def write(reference: Reference, place: Path | None = None) -> Path:
+def write(reference: ReferencePosterior, place: Path | None = None) -> Path:
     """Write a reference to its file, whole or not at all."""
     path = path_of(reference.name, place)
     write_tensors(path, reference.tensors, with_texts(reference.facts))
     return path
 
 
-def read(name: str, problem: ReferenceProblem, place: Path | None = None) -> Reference:
+def read(name: str, problem: ReferenceProblem, place: Path | None = None) -> ReferencePosterior:
     """The stored reference of a problem; one that is missing, damaged or made for another version is an error."""
     path = path_of(name, place)
     if not path.exists():
@@ -93,10 +93,10 @@ def read(name: str, problem: ReferenceProblem, place: Path | None = None) -> Ref
             f"reference {path} must have been made for {_words(asked)}, which {name} is now; it was made for "
             f"{_words(made_for or {})}. Make it anew by `bayesformer reference make {name}`."
         )
-    return Reference(name, facts, tensors)
+    return ReferencePosterior(name, facts, tensors)
 
 
-def data_of(problem: ReferenceProblem, reference: Reference) -> ProblemData:
+def data_of(problem: ReferenceProblem, reference: ReferencePosterior) -> ProblemData:
     """The data of the problem, seen to be those that the reference was made for."""
     if problem.stores_data:
         kept = ("train.", "region.")
@@ -114,7 +114,7 @@ def summary_of(data: ProblemData) -> dict[str, list[Any]]:
     }
 
 
-def check_data(reference: Reference, data: ProblemData) -> None:
+def check_data(reference: ReferencePosterior, data: ProblemData) -> None:
     """Refuse data other than those the reference was made for."""
     for name, (shape, total, squares) in summary_of(data).items():
         stored = reference.facts["data"].get(name)

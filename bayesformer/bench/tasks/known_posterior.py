@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bayesformer import evaluate
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
 from bayesformer.likelihoods import Likelihood
-from bayesformer.reference import Reference, ReferenceProblem, data_of, problem_of, read
+from bayesformer.reference import ReferencePosterior, ReferenceProblem, data_of, problem_of, read
 from bayesformer.train.training import Training
 
 SCORES = ("wasserstein", "mean_error", "rank_error", "total_variation", "agreement")
@@ -39,7 +39,7 @@ class KnownPosterior(Task):
         return problem_of(self.problem)
 
     @cached_property
-    def reference(self) -> Reference:
+    def reference(self) -> ReferencePosterior:
         """The stored reference posterior; an error if it is missing or belongs to another version."""
         return read(self.problem, self._known)
 
