@@ -14,6 +14,7 @@ from bayesformer.evaluate.calibration import (
 )
 from bayesformer.evaluate.catalogue import METRICS, Metric, describe
 from bayesformer.evaluate.detection import aupr, auroc, detection, fpr_at_95_tpr, stump_accuracy
+from bayesformer.evaluate.language_scores import best_spans, exact_match, matthews, pearson, spearman, token_f1
 from bayesformer.evaluate.posterior_distance import (
     Fidelity,
     agreement,
@@ -42,6 +43,7 @@ __all__ = [
     "aupr",
     "aurc",
     "auroc",
+    "best_spans",
     "brier",
     "check_not_above",
     "classification",
@@ -54,16 +56,19 @@ __all__ = [
     "ece_adaptive",
     "ece_classwise",
     "epistemic_share",
+    "exact_match",
     "f1",
     "fidelity",
     "fpr_at_95_tpr",
     "function_values",
     "interval_coverage",
     "log_likelihood",
+    "matthews",
     "mean_log_likelihood",
     "mse",
     "oracle_gap",
     "pavpu",
+    "pearson",
     "process_mse",
     "rank_error",
     "rank_histogram",
@@ -72,8 +77,10 @@ __all__ = [
     "reliability",
     "risk_coverage",
     "rmse",
+    "spearman",
     "spread_ratio",
     "stump_accuracy",
+    "token_f1",
     "total_variation",
     "variance_mse",
     "wasserstein",
