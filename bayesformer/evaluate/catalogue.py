@@ -98,6 +98,48 @@ _ALL = (
     Metric("pavpu", "PAvPU", "higher", "Share of answers that are right and certain, or wrong and uncertain."),
     Metric("rhat", "R-hat", "none", "Disagreement of chains in what they predict, at its worst; 1 is agreement."),
     Metric("ess", "ESS", "none", "Independent draws that a chain's predictions are worth, in the median."),
+    Metric(
+        "wasserstein",
+        "Distance to posterior",
+        "lower",
+        "Wasserstein-2 distance of function values to the reference posterior's, in standard deviations of that one.",
+    ),
+    Metric(
+        "mean_error",
+        "Error of the mean",
+        "lower",
+        "Distance of the mean function to the reference posterior's, in standard deviations of that one.",
+    ),
+    Metric(
+        "spread_ratio",
+        "Ratio of spreads",
+        "none",
+        "Epistemic standard deviation over the reference posterior's, in the median: 1 is right.",
+    ),
+    Metric(
+        "spread_error",
+        "Error of the spread",
+        "lower",
+        "Distance of the ratio of spreads from 1, as a factor: |log of it|.",
+    ),
+    Metric(
+        "rank_error",
+        "Error of ranks",
+        "lower",
+        "How far ranks of function values in the reference posterior are from uniform: 0 to .5.",
+    ),
+    Metric(
+        "agreement",
+        "Agreement",
+        "higher",
+        "Share of inputs whose most probable class is the reference posterior's.",
+    ),
+    Metric(
+        "total_variation",
+        "Total variation",
+        "lower",
+        "Distance of the predictive probabilities to the reference posterior's: 0 to 1.",
+    ),
     Metric("epistemic_share", "Epistemic share", "none", "Part of the uncertainty that more data could remove."),
 )
 

@@ -99,7 +99,7 @@ def train_networks(
             model=task.model,
             likelihood=task.likelihood,
             data=as_batches(data.train, "train"),
-            validation=as_batches(data.validation, "validation"),
+            validation=None if data.validation is None else as_batches(data.validation, "validation"),
             training=override(task.training, training or {}, "training"),
             seed=seed,
             strategy="looped",  # on one core no slower than a vmapped pass here, and equal to a network trained alone
