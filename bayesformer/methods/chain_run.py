@@ -120,7 +120,7 @@ class ChainRun:
 
     @cached_property
     def per_epoch(self) -> float:
-        """Steps in one epoch."""
+        """How many steps one epoch has, N/n rounded up."""
         return float(Stage(self.prototype, self.name, replace(self.problem.training, epochs=1, max_steps=None)).steps)
 
     def sampling(self, epochs: int) -> Training:
@@ -154,7 +154,7 @@ class ChainRun:
             self.collect(self.steps(self.epochs_per_chain(most)))
 
     def draws(self, steps: int) -> int:
-        """States kept of each chain."""
+        """How many states are kept of a chain of this many steps."""
         if self.method.draws != "auto":
             return self.method.draws
         wanted = -(-KEPT // self.chains)
@@ -181,7 +181,7 @@ class ChainRun:
         return Collect.spread(steps, burn_in, count)
 
     def stage(self, part: SubsetStage, training: Training, build: BuildTransform) -> Stage:
-        """The stage that samples."""
+        """The stage of the fit in which the chains run."""
         return Stage(
             self.prototype,
             self.name,
