@@ -42,6 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sghmc": {"draws": 1, "chains": 2},
     "sgnht": {"draws": 1, "chains": 2},
     "baoab": {"draws": 1, "chains": 2},
+    "hmc": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_leapfrogs": 4},
+    "nuts": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_depth": 2},
 } | {
     name: {"draws": DRAWS}
     for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace")
@@ -52,6 +54,7 @@ CERTAIN = ("mle", "map")
 NO_ATTENTION = "must have softmax attention that can be replaced"
 NO_LINEAR = "must have a linear layer whose weight is learned"
 NO_DROPOUT = "needs a model with dropout"
+MOVING = "needs a log joint that stays the same; training passes of this model change buffers"
 REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},

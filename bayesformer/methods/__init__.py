@@ -12,6 +12,7 @@ from typing import Any
 from bayesformer.core.errors import unknown_name
 from bayesformer.laplace.method import Laplace
 from bayesformer.methods.combined import Combined
+from bayesformer.methods.full_batch import Hmc, Nuts
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
 from bayesformer.methods.layers import ConcreteDropout, MeanField
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
@@ -27,6 +28,7 @@ __all__ = [
     "ConcreteDropout",
     "Ekf",
     "Ensemble",
+    "Hmc",
     "Ivon",
     "Laplace",
     "MCDropout",
@@ -34,6 +36,7 @@ __all__ = [
     "MeanField",
     "Method",
     "Mle",
+    "Nuts",
     "Problem",
     "Psgld",
     "Sghmc",
@@ -58,6 +61,8 @@ METHODS: dict[str, type[Any]] = {
     "sghmc": Sghmc,
     "sgnht": Sgnht,
     "baoab": Baoab,
+    "hmc": Hmc,
+    "nuts": Nuts,
     "vi": Vi,
     "ivon": Ivon,
     "swag": Swag,
