@@ -59,6 +59,8 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},
     ("mc_dropout", "no_dropout"): NO_DROPOUT,
+    **{(method, kind): MOVING for method in ("hmc", "nuts") for kind in ("batch_norm", "own_buffers")},
+    **{(method, "own_noise"): "needs a model that is deterministic in evaluation mode" for method in ("hmc", "nuts")},
     **{("concrete_dropout", kind): NO_LINEAR for kind in ("geometric", "only_biases")},
 }
 """Cells that are refused before training, with what the error says."""
