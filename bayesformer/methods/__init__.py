@@ -14,6 +14,7 @@ from bayesformer.laplace.method import Laplace
 from bayesformer.methods.combined import Combined
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
 from bayesformer.methods.layers import ConcreteDropout, MeanField
+from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
 from bayesformer.methods.sampling import Baoab, Psgld, Sghmc, Sgld, Sgnht
 from bayesformer.methods.stochastic_attention import Attention
@@ -23,6 +24,7 @@ __all__ = [
     "METHODS",
     "Attention",
     "Baoab",
+    "Blob",
     "Combined",
     "ConcreteDropout",
     "Ekf",
@@ -40,6 +42,7 @@ __all__ = [
     "Sgld",
     "Sgnht",
     "Swag",
+    "Tfb",
     "Vi",
     "build_method",
 ]
@@ -63,6 +66,8 @@ METHODS: dict[str, type[Any]] = {
     "swag": Swag,
     "ekf": Ekf,
     "laplace": Laplace,
+    "blob": Blob,
+    "tfb": Tfb,
 }
 
 
