@@ -1,6 +1,6 @@
 """Methods: the user's choice, as small frozen dataclasses, each turning a problem into a posterior.
 
-`METHODS` is the list that the command line and the runner read. A method's docstring starts with its one-line
+`METHODS` is the list that the command line and the runner read, `ADAPTER_METHODS` those for low-rank adapters alone. A method's docstring starts with its one-line
 description; the text under a field is its help.
 """
 
@@ -21,6 +21,7 @@ from bayesformer.methods.stochastic_attention import Attention
 from bayesformer.train.problem import Method, Problem
 
 __all__ = [
+    "ADAPTER_METHODS",
     "METHODS",
     "Attention",
     "Baoab",
@@ -66,16 +67,18 @@ METHODS: dict[str, type[Any]] = {
     "swag": Swag,
     "ekf": Ekf,
     "laplace": Laplace,
-    "blob": Blob,
-    "tfb": Tfb,
 }
+
+ADAPTER_METHODS: dict[str, type[Any]] = {"blob": Blob, "tfb": Tfb}
+"""Methods for models with LoRA adapters of PEFT; they refuse others."""
 
 
 def build_method(name: str, settings: dict[str, Any] | None = None) -> Method:
     """A method from its name and settings."""
-    if name not in METHODS:
-        raise unknown_name("method", name, METHODS)
-    kind = METHODS[name]
+    every = METHODS | ADAPTER_METHODS
+    if name not in every:
+        raise unknown_name("method", name, every)
+    kind = every[name]
     known = [f.name for f in fields(kind)]
     for key in settings or {}:
         if key not in known:
