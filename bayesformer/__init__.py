@@ -23,6 +23,7 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 from bayesformer.methods import (
     Attention,
     Baoab,
+    Blob,
     Combined,
     ConcreteDropout,
     Ekf,
@@ -40,8 +41,10 @@ from bayesformer.methods import (
     Sgld,
     Sgnht,
     Swag,
+    Tfb,
     Vi,
 )
+from bayesformer.methods.lora import tfb
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
 from bayesformer.train.curvature_products import curvature_products
@@ -55,6 +58,7 @@ __all__ = [
     "Baoab",
     "Batch",
     "Bernoulli",
+    "Blob",
     "Categorical",
     "CategoricalPredictive",
     "Combined",
@@ -87,6 +91,7 @@ __all__ = [
     "Sgnht",
     "Stream",
     "Swag",
+    "Tfb",
     "Training",
     "TrainingDivergedError",
     "Vi",
@@ -105,4 +110,5 @@ __all__ = [
     "loss",
     "power_iteration",
     "revert",
+    "tfb",
 ]
