@@ -12,8 +12,8 @@ from typing import Any
 from bayesformer.core.errors import unknown_name
 from bayesformer.laplace.method import Laplace
 from bayesformer.methods.combined import Combined
-from bayesformer.methods.full_batch import Hmc, Nuts
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
+from bayesformer.methods.hamiltonian_chains import Hmc, Nuts
 from bayesformer.methods.layers import ConcreteDropout, MeanField
 from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle

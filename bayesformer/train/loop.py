@@ -20,9 +20,9 @@ from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch, Params, Transform
 from bayesformer.core.vectors import THETA
+from bayesformer.data.all_data import WholeData
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import InMemory
-from bayesformer.data.whole_data import WholeData
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.modes import set_training
 from bayesformer.model.randomness import Randomness

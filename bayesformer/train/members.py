@@ -15,10 +15,10 @@ from bayesformer.core.progress import Reporter
 from bayesformer.core.strategy import decide, largest_tensor, run_as
 from bayesformer.core.types import LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA
+from bayesformer.data.all_data import WholeData
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import Data, batch_to
 from bayesformer.data.inputs import tensors_of
-from bayesformer.data.whole_data import WholeData
 from bayesformer.inference import optimise
 from bayesformer.laws.samples import shared
 from bayesformer.model.modes import set_training

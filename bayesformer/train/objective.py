@@ -24,7 +24,7 @@ from bayesformer.core.effort import note
 from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.core.vectors import THETA
-from bayesformer.data.whole_data import WholeData
+from bayesformer.data.all_data import WholeData
 from bayesformer.layers import has_random_parts, kl_divergence
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.calling import apply

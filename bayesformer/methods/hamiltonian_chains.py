@@ -16,9 +16,9 @@ from bayesformer.core.doubts import recorded
 from bayesformer.core.rules import above, between, check_ranges, either, one_of, whole
 from bayesformer.core.strategy import memory_of
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
+from bayesformer.data.all_data import WholeData
 from bayesformer.data.inputs import map_inputs
 from bayesformer.data.mapped import Mapped
-from bayesformer.data.whole_data import WholeData
 from bayesformer.inference import hmc, nuts
 from bayesformer.inference.mass_matrix import Metric
 from bayesformer.laws import Samples
