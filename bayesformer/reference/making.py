@@ -18,7 +18,7 @@ from bayesformer.data import as_batches
 from bayesformer.evaluate.posterior_distance import function_values
 from bayesformer.inference.diagnostics import effective_sample_size, split_rhat
 from bayesformer.likelihoods import Likelihood
-from bayesformer.methods import Problem, build_method
+from bayesformer.methods import Problem
 from bayesformer.posterior import Posterior
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 from bayesformer.reference.problems import problem_of
@@ -30,7 +30,6 @@ STORED = 1000
 WITNESSES = 8
 """Draws whose weights are kept, too: a later version of the model must give the same outputs from them."""
 CHECKPOINTS = ".making"
-SAMPLER = "nuts"
 
 
 def make(name: str, place: Path | None = None, reporter: Reporter | None = None) -> Path:
@@ -64,9 +63,9 @@ def sampled(
     problem: ReferenceProblem, data: ProblemData, checkpoint: Path, reporter: Reporter
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Outputs under draws of a long chain, thinned, with R-hat of every function value; and how they were made."""
-    method, resumed = build_method(SAMPLER, dict(problem.sampling)), checkpoint.exists()
+    resumed = checkpoint.exists()
     with counting() as effort:
-        posterior = method.fit(
+        posterior = problem.sampler.fit(
             Problem(
                 model=problem.model,
                 likelihood=problem.likelihood,
@@ -86,6 +85,7 @@ def sampled(
         "gradient_epochs": None if resumed else round(effort.examples / len(data.train), 1),
         "seconds": round(float(posterior.facts["seconds"]), 1),
         "method": posterior.facts["method"],
+        "diagnostics": posterior.facts["diagnostics"],
         "doubts": [doubt.sentence for doubt in posterior.doubts],
     }
     return tensors, facts
