@@ -213,8 +213,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
 def _reference_list(arguments: argparse.Namespace) -> int:
     """Print every problem, and what is stored of it."""
     from bayesformer.reference import PROBLEMS
-    from bayesformer.reference.checking import state
+    from bayesformer.reference.checking import state, table
 
+    if arguments.markdown:
+        print(table(arguments.folder))
+        return 0
     for name, build in PROBLEMS.items():
         print(f"{name:<20}{build().description}\n{'':<20}{state(name, arguments.folder)}")
     return 0

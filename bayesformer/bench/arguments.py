@@ -172,6 +172,7 @@ def _add_reference(verbs: Any) -> None:
         "was interrupted resumes when called again. sentence-head needs BAYESFORMER_DATA and its encoder.",
     )
     listing = names.add_parser("list", help="all problems, and what is stored of them")
+    listing.add_argument("--markdown", action="store_true", help="what is stored as one table")
     check = names.add_parser(
         "check",
         help="check what is stored",
