@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -186,10 +186,8 @@ class TestChains:
         line = torch.linspace(-5, 5, 61, dtype=torch.float64)
         grid = torch.cartesian_prod(line, line, line)  # (61³, 3)
         logits = grid @ data.train.inputs.double().T
-        log_joint = (
-            -torch.nn.functional.softplus(-(2 * data.train.targets - 1) * logits).sum(-1) - grid.square().sum(-1) / 2
-        )
-        chance = log_joint.softmax(0)
+        losses = torch.nn.functional.softplus(-(2 * data.train.targets - 1) * logits).sum(-1)
+        chance = (-losses - grid.square().sum(-1) / 2).softmax(0)
         for region, inputs in data.regions.items():
             values = grid @ inputs.double().T
             mean = chance @ values

@@ -121,7 +121,7 @@ def state(name: str, place: Path | None = None) -> str:
 
 
 def table(place: Path | None = None) -> str:
-    """Markdown: every stored reference with its size, how it was made, and R-hat and effective sample size by region."""
+    """Markdown: every stored reference, how it was made, and R-hat and effective sample size by region."""
     lines = [
         "| reference | weights | N | made by | largest R-hat | smallest ESS | epochs |",
         "|---|---|---|---|---|---|---|",
