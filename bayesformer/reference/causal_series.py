@@ -36,7 +36,7 @@ class NextMean(nn.Module):
 class CausalSeries(ReferenceProblem):
     """A causal transformer of about two thousand weights on the toy series M1; long HMC."""
 
-    examples: int = 50
+    examples: int = 30
     """training series"""
     length: int = 8
     """predicted steps of a series"""
@@ -84,4 +84,4 @@ class CausalSeries(ReferenceProblem):
     @property
     def sampler(self) -> Method:
         """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
-        return Hmc(length=2.0, metric="diagonal", draws=200, thin=1, warm_up=100)
+        return Hmc(length=2.0, metric="diagonal", draws=150, thin=1, warm_up=60)

@@ -20,7 +20,7 @@ from bayesformer.train.training import Training
 class DigitsPatches(ReferenceProblem):
     """A vision transformer of about two thousand weights on 8x8 digits; long HMC."""
 
-    examples: int = 200
+    examples: int = 100
     """training images"""
     dim: int = 16
     """width of the transformer"""

@@ -59,4 +59,4 @@ class GapNetwork(ReferenceProblem):
     @property
     def sampler(self) -> Method:
         """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
-        return Hmc(length=2.0, max_leapfrogs=1500, metric="diagonal", draws=150, thin=1, warm_up=100)
+        return Hmc(length=2.0, max_leapfrogs=1500, metric="diagonal", draws=150, thin=1, warm_up=60)
