@@ -247,7 +247,7 @@ def _study_fidelity(arguments: argparse.Namespace) -> int:
     target = arguments.output or arguments.results / "fidelity.svg"
     _check_file(target, "--output")
     results = _read_results(arguments.results).results
-    print(fidelity_cost.table(results))
+    print(fidelity_cost.overview(results) if arguments.brief else fidelity_cost.table(results))
     print(f"figure: {fidelity_cost.figure(results, target)}")
     return 0
 

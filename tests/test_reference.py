@@ -185,7 +185,7 @@ class TestChains:
         assert found.outputs("out").values.shape == (240, 5)
         assert found.tensors["rhat.in"].shape == (5, 1)
         assert found.facts["rhat"]["in"]["largest"] == pytest.approx(found.tensors["rhat.in"].max().item())
-        assert found.facts["gradient_epochs"] > 4 * 120
+        assert found.facts["diagnostics"]["leapfrogs"] > 4 * 120
         assert not (made.parent / ".making" / "logistic").exists()
         assert "logistic | 3 | 40 | nuts, 4 × 60 | " in table()
 

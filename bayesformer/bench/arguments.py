@@ -227,6 +227,7 @@ def _add_study(verbs: Any) -> None:
     )
     distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
     distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
+    distance.add_argument("--brief", action="store_true", help="one row per method instead of one table per problem")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",

@@ -123,7 +123,7 @@ def state(name: str, place: Path | None = None) -> str:
 def table(place: Path | None = None) -> str:
     """Markdown: every stored reference, how it was made, and R-hat and effective sample size by region."""
     lines = [
-        "| reference | weights | N | made by | largest R-hat | smallest ESS | epochs |",
+        "| reference | weights | N | made by | largest R-hat | smallest ESS | gradient evaluations |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in PROBLEMS:
@@ -140,6 +140,5 @@ def table(place: Path | None = None) -> str:
         rhat = " / ".join(f"{values['largest']:.3f}" for values in facts["rhat"].values())
         ess = " / ".join(f"{values['least']:,.0f}" for values in facts["ess"].values())
         made = f"{facts['method']['name']}, {facts['chains']} × {facts['draws']}"
-        cost = "–" if facts["gradient_epochs"] is None else f"{facts['gradient_epochs']:,.0f}"
-        lines.append(f"| {size} | {made} | {rhat} | {ess} | {cost} |")
+        lines.append(f"| {size} | {made} | {rhat} | {ess} | {facts['diagnostics']['leapfrogs']:,} |")
     return "\n".join(lines)

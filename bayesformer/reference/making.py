@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesformer.core.effort import counting
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.types import Draws
 from bayesformer.data import as_batches
@@ -63,18 +62,16 @@ def sampled(
     problem: ReferenceProblem, data: ProblemData, checkpoint: Path, reporter: Reporter
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Outputs under draws of a long chain, thinned, with R-hat of every function value; and how they were made."""
-    resumed = checkpoint.exists()
-    with counting() as effort:
-        posterior = problem.sampler.fit(
-            Problem(
-                model=problem.model,
-                likelihood=problem.likelihood,
-                data=as_batches(data.train, "train"),
-                training=problem.training,
-                checkpoint=checkpoint,
-                reporter=reporter,
-            )
+    posterior = problem.sampler.fit(
+        Problem(
+            model=problem.model,
+            likelihood=problem.likelihood,
+            data=as_batches(data.train, "train"),
+            training=problem.training,
+            checkpoint=checkpoint,
+            reporter=reporter,
         )
+    )
     chains = int(posterior.facts["chains"])
     tensors, found = thinned(problem, data, posterior, chains)
     facts = {
@@ -82,7 +79,6 @@ def sampled(
         "chains": chains,
         "draws": len(posterior.theta) // chains,
         **found,
-        "gradient_epochs": None if resumed else round(effort.examples / len(data.train), 1),
         "seconds": round(float(posterior.facts["seconds"]), 1),
         "method": posterior.facts["method"],
         "diagnostics": posterior.facts["diagnostics"],
