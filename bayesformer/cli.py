@@ -203,9 +203,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
     from bayesformer.reference.checking import check
     from bayesformer.reference.making import make
 
+    if arguments.workers < 1:
+        raise ValueError(f"--workers must be at least 1; got {arguments.workers}.")
     for name in expand(arguments.problems, PROBLEMS, "reference problem"):
         with _threads(1), bars(False if arguments.quiet else None) as reporter:
-            print(f"wrote {make(name, arguments.folder, reporter)}")
+            print(f"wrote {make(name, arguments.folder, reporter, arguments.workers)}")
         print("\n".join(f"  {finding.sentence}" for finding in check(name, arguments.folder)))
     return 0
 

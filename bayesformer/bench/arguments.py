@@ -180,6 +180,7 @@ def _add_reference(verbs: Any) -> None:
         "the weights that are kept must give the outputs that are kept. Returns 1 if anything is not so.",
     )
     make.add_argument("problems", nargs="+", metavar="NAME", help="names or patterns, e.g. gap-mlp 'linear-*'")
+    make.add_argument("--workers", type=int, default=1, help="chains at once, in worker processes if more than 1 (1)")
     make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
     check.add_argument("problems", nargs="*", metavar="NAME", help="names or patterns (all that are stored)")
     for action in (make, listing, check):

@@ -31,16 +31,18 @@ WITNESSES = 8
 CHECKPOINTS = ".making"
 
 
-def make(name: str, place: Path | None = None, reporter: Reporter | None = None) -> Path:
+def make(name: str, place: Path | None = None, reporter: Reporter | None = None, workers: int = 1) -> Path:
     """Compute the reference posterior of a problem and write it; returns its file.
 
     A sampler that was interrupted resumes from its checkpoints, which lie beside the references until it has ended.
+    With several workers chains run at the same time.
     """
     problem, place = problem_of(name), place or folder()
     data = problem.data()
     exact = problem.exact(data)
     if exact is None:
-        tensors, facts = sampled(problem, data, place / CHECKPOINTS / name, Forecast(reporter or Silent()))
+        shown = Forecast(reporter or Silent())
+        tensors, facts = sampled(problem, data, place / CHECKPOINTS / name, shown, workers)
     else:
         tensors = {f"mean.{region}": law.mean for region, law in exact.items()}
         tensors |= {f"variance.{region}": law.variance for region, law in exact.items()}
@@ -59,7 +61,7 @@ def make(name: str, place: Path | None = None, reporter: Reporter | None = None)
 
 
 def sampled(
-    problem: ReferenceProblem, data: ProblemData, checkpoint: Path, reporter: Reporter
+    problem: ReferenceProblem, data: ProblemData, checkpoint: Path, reporter: Reporter, workers: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Outputs under draws of a long chain, thinned, with R-hat of every function value; and how they were made."""
     posterior = problem.sampler.fit(
@@ -68,6 +70,8 @@ def sampled(
             likelihood=problem.likelihood,
             data=as_batches(data.train, "train"),
             training=problem.training,
+            strategy="processes" if workers > 1 else "auto",
+            workers=workers if workers > 1 else None,
             checkpoint=checkpoint,
             reporter=reporter,
         )
