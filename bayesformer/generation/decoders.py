@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from bayesformer.likelihoods.language import unwrapped
 from bayesformer.model.calling import select_output
 from bayesformer.model.shell import Shell
-from bayesformer.predict.member_layers import expanded, linear_modules
+from bayesformer.predict.member_layers import SharedBase, find_shared_base
 from bayesformer.predict.sampled import DrawPlan
 
 if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
-
-EXPANDED = 2**28  # bytes of weights of all draws that are kept side by side
 
 
 class Decoder(Protocol):
@@ -112,14 +110,9 @@ class LoopedDecoder:
 class ExpandedDecoder:
     """All draws as one batch: weights that differ stand side by side in their linear layers."""
 
-    def __init__(
-        self, shell: Shell, rows: Tensor, paths: list[str], differing: list[str], cached: bool | None, stack: ExitStack
-    ) -> None:
+    def __init__(self, base: SharedBase, shell: Shell, rows: Tensor, cached: bool | None, stack: ExitStack) -> None:
         self.draws = len(rows)
-        shell.load(rows[0])
-        shell.module.eval()
-        weights = {name: value.to(shell.weights[name]) for name, value in shell.space.views(rows).items()}
-        stack.enter_context(expanded(shell.module, {n: weights[n] for n in differing}, paths, self.draws))
+        stack.enter_context(base.holding(shell, rows))
         self.model = CachedModule(shell.module, cached)
 
     def read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -133,8 +126,8 @@ def make_decoder(
 ) -> Decoder:
     """The decoder for a posterior: draws of adapters and other linear layers as one batch, others one by one.
 
-    One batch it is where everything that differs between draws is in plain linear layers, fits side by side in memory,
-    nothing else is random, and two draws in one batch are the draws one by one on the trial inputs.
+    One batch it is where most weights are the same in all draws, the others are in plain linear layers, nothing else is
+    random, and two draws in one batch are the draws one by one on the trial inputs.
     """
     plan = posterior._plan(draws, seed)
     looped: Callable[[], Decoder] = lambda: LoopedDecoder(posterior, plan, draws, trial, cached)  # noqa: E731
@@ -142,27 +135,16 @@ def make_decoder(
         return looped()
     rows = torch.stack([posterior.law.row(draw, seed) for draw in range(draws)])  # (L, P)
     shell = posterior.skeleton.shell(gradients=False)
-    differing = [name for name, value in posterior.space.views(rows).items() if bool((value != value[:1]).any())]
-    paths = linear_modules(shell.module, differing) if differing else None
-    if (
-        not paths
-        or rows.numel() * rows.element_size() > EXPANDED
-        or plan.randomness(shell, trial_inputs(shell.module, trial)).kind != "none"
-    ):
+    base = find_shared_base(shell, rows)
+    if base is None or plan.randomness(shell, trial_inputs(shell.module, trial)).kind != "none":
         return looped()
-    if not _agree(posterior, plan, shell, rows[:2], paths, differing, trial):
+    if not _agree(posterior, plan, base, shell, rows[:2], trial):
         return looped()
-    return ExpandedDecoder(shell, rows, paths, differing, cached, stack)
+    return ExpandedDecoder(base, shell, rows, cached, stack)
 
 
 def _agree(
-    posterior: Posterior,
-    plan: DrawPlan,
-    shell: Shell,
-    rows: Tensor,
-    paths: list[str],
-    differing: list[str],
-    trial: dict[str, Tensor],
+    posterior: Posterior, plan: DrawPlan, base: SharedBase, shell: Shell, rows: Tensor, trial: dict[str, Tensor]
 ) -> bool:
     """Whether two draws in one batch give what they give alone."""
     ids, mask = trial["input_ids"], trial["attention_mask"]
@@ -170,7 +152,7 @@ def _agree(
     alone = LoopedDecoder(posterior, plan, 2, trial, None).read(ids, mask, positions)
     try:
         with ExitStack() as inner:
-            together = ExpandedDecoder(shell, rows, paths, differing, None, inner).read(ids, mask, positions)
+            together = ExpandedDecoder(base, shell, rows, None, inner).read(ids, mask, positions)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # the model does not take such batches
         return False
     return together.shape == alone.shape and torch.allclose(together, alone, 1e-2, 1e-2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,65 @@ from torch import Tensor, nn
 
 from bayesformer.core.compat import has_forward_hooks
 from bayesformer.core.types import Params
+from bayesformer.model.shell import Shell
+
+LARGEST_CHUNK = 8  # draws in one pass above a common trunk
+TOKENS = 512  # of all draws in one pass; beyond, reading the shared weights once saves nothing
+SHARE = 0.3  # of a model's weights that may differ between draws for the rest to count as a shared base
+
+
+@dataclass(frozen=True)
+class SharedBase:
+    """Where draws differ on a model most of whose weights they share."""
+
+    paths: tuple[str, ...]  # of the linear layers
+    differing: tuple[str, ...]  # names of their weights
+    trunk: float  # share of the blocks that come before the first that differs
+
+    def draws_per_pass(self, tokens: int) -> int:
+        """How many draws go through one pass over this many tokens, at least 1.
+
+        Above `TOKENS` in all a pass is bound by arithmetic, of which every draw needs its own. A long common trunk
+        pays at any size: it is run once for all.
+        """
+        fits = max(1, TOKENS // max(tokens, 1))
+        return max(fits, LARGEST_CHUNK) if self.trunk >= 1 / 3 else fits
+
+    @contextmanager
+    def holding(self, shell: Shell, rows: Tensor) -> Iterator[None]:
+        """The shell's module with the weights of several draws, rows (M, P): B examples give M · B rows of outputs."""
+        shell.load(rows[0])
+        shell.module.eval()
+        views = shell.space.views(rows)
+        weights = {name: views[name].to(shell.weights[name]) for name in self.differing}
+        with expanded(shell.module, weights, list(self.paths), len(rows)):
+            yield
+
+
+def find_shared_base(shell: Shell, rows: Tensor) -> SharedBase | None:
+    """Where draws (M, P) differ, if that is in plain linear layers alone and in a small part of the model.
+
+    Rows are all draws there are, or two of a Gaussian, whose weights differ in every draw or in none.
+    """
+    whole, parts = sum(p.numel() for p in shell.module.parameters()), shell.space.views(rows)
+    differing: tuple[str, ...] = ()
+    for name, part in parts.items():
+        if any(not torch.equal(row, part[0]) for row in part[1:]):
+            differing += (name,)
+            if sum(part[0].numel() for name in differing) > SHARE * whole:
+                return None
+    if not differing:
+        return None
+    paths = linear_modules(shell.module, list(differing))
+    if paths is None:
+        return None
+    block = first_block(shell.module, paths)
+    if block is None:
+        return SharedBase(tuple(paths), differing, 0.0)
+    listed, _, number = block.rpartition(".")
+    blocks = shell.module.get_submodule(listed)
+    assert isinstance(blocks, nn.ModuleList)
+    return SharedBase(tuple(paths), differing, int(number) / len(blocks))
 
 
 class MemberLinear(nn.Module):
