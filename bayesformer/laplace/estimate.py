@@ -8,6 +8,7 @@ result does not depend on the minibatches, but for the draws of kind="mc".
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -19,7 +20,7 @@ from bayesformer.core.progress import Reporter, Silent
 from bayesformer.data import Batches, as_batches
 from bayesformer.data.inputs import inputs_to
 from bayesformer.jacobians import columns
-from bayesformer.jacobians.capture import Capture
+from bayesformer.jacobians.capture import Capture, UseChangedError
 from bayesformer.jacobians.sites import Site, slope_numbers
 from bayesformer.laplace import dense_curvature as dense
 from bayesformer.laplace import diagonal_curvature as diagonal
@@ -32,6 +33,8 @@ from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
+
+log = logging.getLogger("bayesformer")
 
 Form = Literal["diag", "kron", "full", "block", "low_rank", "subnetwork"]
 Kind = Literal["ggn", "mc", "fisher"]
@@ -123,12 +126,17 @@ def estimate(
         model = Skeleton(model, space).shell(gradients=False).module
     first = inputs_to(data.first(PROBE).inputs, model.get_parameter(space.names[0]).device)
     chosen = last_layer.space_of(model, space, first) if subset == "last_layer" else space.select(subset)
-    capture = Capture(model, chosen, general)
-    probed = capture.probe(first)
-    sweep = _sweep(capture, probed, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
-    if sweep.kind == "ggn" and last_layer.applies(probed[1], probed[0], structure):
-        return _curvature(sweep, last_layer.fit(sweep, structure), probed[0])
-    return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index), probed[0])
+    while True:
+        capture = Capture(model, chosen, general)
+        probed = capture.probe(first)
+        sweep = _sweep(capture, probed, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
+        try:
+            if sweep.kind == "ggn" and last_layer.applies(probed[1], probed[0], structure):
+                return _curvature(sweep, last_layer.fit(sweep, structure), probed[0])
+            return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index), probed[0])
+        except UseChangedError as error:  # from the beginning: what was summed before may be wrong as well
+            log.info("curvature begins again: %s", error)
+            general = [*general, *error.functions]
 
 
 def _sweep(
