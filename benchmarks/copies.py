@@ -28,6 +28,7 @@ ALL = 4.2  # copies in all where every weight is trained: weights, gradient and 
 SETTINGS: dict[str, dict[str, object]] = {
     "ensemble": {"members": 2},
     "laplace": {"predictive": "sampled", "prior_precision": 1.0, "draws": 2},
+    "swag": {"draws": 2, "every": 1, "warm_up": 0.25},
     "combined": {"settings": {"draws": 2, "burn_in": 0.0}},
 }
 CHAINS = ("sgld", "psgld", "sghmc", "sgnht", "baoab")

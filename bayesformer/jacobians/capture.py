@@ -218,7 +218,7 @@ def irregular_values(like: Tensor) -> Tensor:
     cancels for every other column as well. No random stream is touched.
     """
     numbers = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
-    return (1 + (numbers * 1.618033988749895 + 0.5).frac()).to(like.dtype).view(like.shape)
+    return numbers.mul_(1.618033988749895).add_(0.5).frac_().add_(1).to(like.dtype).view(like.shape)
 
 
 def _tracked(x: Tensor) -> Tensor:

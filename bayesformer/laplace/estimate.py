@@ -128,12 +128,17 @@ def estimate(
     chosen = last_layer.space_of(model, space, first) if subset == "last_layer" else space.select(subset)
     while True:
         capture = Capture(model, chosen, general)
-        probed = capture.probe(first)
-        sweep = _sweep(capture, probed, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
+        outputs, sites = capture.probe(first)
+        sweep = _sweep(
+            capture, outputs, sites, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent()
+        )
+        closed = sweep.kind == "ggn" and last_layer.applies(sites, outputs, structure)
+        width = outputs.shape[-1] if outputs.dim() > 1 else 1
+        del outputs, sites  # with their graph
         try:
-            if sweep.kind == "ggn" and last_layer.applies(probed[1], probed[0], structure):
-                return _curvature(sweep, last_layer.fit(sweep, structure), probed[0])
-            return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index), probed[0])
+            if closed:
+                return _curvature(sweep, last_layer.fit(sweep, structure), width)
+            return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index), width)
         except UseChangedError as error:  # from the beginning: what was summed before may be wrong as well
             log.info("curvature begins again: %s", error)
             general = [*general, *error.functions]
@@ -141,7 +146,8 @@ def estimate(
 
 def _sweep(
     capture: Capture,
-    probed: tuple[Tensor, list[Site]],
+    outputs: Tensor,
+    sites: list[Site],
     space: Space,
     likelihood: Likelihood,
     data: Batches,
@@ -152,19 +158,19 @@ def _sweep(
     reporter: Reporter,
 ) -> Sweep:
     """The passes over the data; kind and size of minibatches that were not given follow from the probed outputs."""
-    values = probed[0].detach().to(capture.dtype)
+    values = outputs.detach().to(capture.dtype)
     _check_targets(likelihood, values, data)
     if kind is None:
         kind = "mc" if likelihood.per_token(values) else "ggn"
     capture.columns = columns.count(kind, likelihood, values, samples)
     if batch_size is None:
         most = 64 if values.device.type == "cpu" else 256
-        slopes = min(COLUMNS, capture.columns) * slope_numbers(probed[1]) // len(values)
+        slopes = min(COLUMNS, capture.columns) * slope_numbers(sites) // len(values)
         batch_size = max(1, min(most, OUTPUTS // values[0].numel(), SLOPES // max(1, slopes)))
     return Sweep(capture, space, likelihood, data, kind, batch_size, samples, seed, reporter)
 
 
-def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], outputs: Tensor) -> Curvature:
+def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], width: int) -> Curvature:
     return Curvature(
         places=tuple(piece.place for piece in pieces),
         names=tuple(piece.names for piece in pieces),
@@ -172,7 +178,7 @@ def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], outputs: Tensor) -> C
         log_likelihood=sweep.log_likelihood,
         num_data=sweep.num_data,
         observed=sweep.observed,
-        outputs=outputs.shape[-1] if outputs.dim() > 1 else 1,
+        outputs=width,
         kind=cast(Kind, sweep.kind),
         general=tuple(sweep.capture.general),
     )
