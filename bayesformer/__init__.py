@@ -14,6 +14,7 @@ from bayesformer.core.errors import DamagedFileError, OracleBeatenError, Trainin
 from bayesformer.core.types import Batch
 from bayesformer.data import Data, Stream
 from bayesformer.fitting import fit
+from bayesformer.inference.linear_algebra import conjugate_gradients, power_iteration
 from bayesformer.laplace.method import laplace
 from bayesformer.laplace.update import laplace_update
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
@@ -41,6 +42,7 @@ from bayesformer.methods import (
 )
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
+from bayesformer.train.curvature_products import curvature_products
 from bayesformer.train.log_joint import log_joint
 from bayesformer.train.loss import loss
 from bayesformer.train.training import Training
@@ -86,8 +88,10 @@ __all__ = [
     "Vi",
     "__version__",
     "attention",
+    "conjugate_gradients",
     "convert",
     "convert_concrete",
+    "curvature_products",
     "fit",
     "kl_divergence",
     "laplace",
@@ -95,5 +99,6 @@ __all__ = [
     "likelihoods",
     "log_joint",
     "loss",
+    "power_iteration",
     "revert",
 ]

@@ -375,7 +375,9 @@ def test_training_steps_that_drop_every_layer(caplog):
     torch.manual_seed(0)
     model, x, y = Dropped(), torch.randn(16, 3, 4), torch.arange(16) % 2
     training = bf.Training(epochs=4, batch_size=4)
-    posterior = bf.fit(model, (x, y), likelihood="categorical", method=bf.Attention(), training=training, progress=False)
+    posterior = bf.fit(
+        model, (x, y), likelihood="categorical", method=bf.Attention(), training=training, progress=False
+    )
     assert posterior.predict(x).probs.isfinite().all()
     assert "do not depend on" not in caplog.text  # what one pass drops, another one uses
     installed = bf.attention.install(Dropped(), "weibull")

@@ -86,6 +86,7 @@ def estimate(
     general: Sequence[str] = (),
     reporter: Reporter | None = None,
     space: Space | None = None,
+    weighted: bool = False,
 ) -> Curvature:
     """The curvature of a model's weights at their present values.
 
@@ -117,6 +118,7 @@ def estimate(
         reporter: told of progress.
         space: the inferred weights, where `model` is the module of a shell that nobody else uses; it is then run as it
             is. By default those that require a gradient, and a shell is made.
+        weighted: count the inputs in Kronecker factors by the squared gradients beside them.
     """
     data, likelihood = as_batches(data, "data"), as_likelihood(likelihood)
     _check(structure, kind, samples, batch_size, rank)
@@ -137,8 +139,8 @@ def estimate(
         del outputs, sites  # with their graph
         try:
             if closed:
-                return _curvature(sweep, last_layer.fit(sweep, structure), width)
-            return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index), width)
+                return _curvature(sweep, last_layer.fit(sweep, structure, weighted), width)
+            return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index, weighted), width)
         except UseChangedError as error:  # from the beginning: what was summed before may be wrong as well
             log.info("curvature begins again: %s", error)
             general = [*general, *error.functions]
@@ -192,11 +194,12 @@ def _fit(
     rank: int,
     size: int,
     index: Tensor | None,
+    weighted: bool,
 ) -> list[CurvaturePiece]:
     if structure == "diag":
         return diagonal.fit(sweep)
     if structure == "kron":
-        return kron.fit(sweep, approximation, large, rank)
+        return kron.fit(sweep, approximation, large, rank, weighted)
     if structure == "low_rank":
         return low_rank.fit(sweep, rank)
     if structure == "subnetwork":

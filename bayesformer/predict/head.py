@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bayesformer.core.types import GaussianOutputs
 from bayesformer.jacobians.sites import ElementSite, LinearSite, Site
-from bayesformer.laws import Block, Dense, Diagonal, Kronecker, LowRank
+from bayesformer.laws import Block, Dense, Diagonal, KroneckerBasis, LowRank
 
 SQUARE = 512  # outputs up to which K by K matrices are formed where they are needed to be exact
 
@@ -77,7 +77,7 @@ def add_block(parts: HeadCovariance, block: Block, features: Sequence[Tensor]) -
     outputs = parts.diagonal.shape[-1]
     if isinstance(block, Diagonal):
         parts.diagonal = parts.diagonal + _variances(block.variance, features, outputs)
-    elif isinstance(block, Kronecker) and len(features) == 1:
+    elif isinstance(block, KroneckerBasis) and len(features) == 1:
         _add_kronecker(parts, block, features[0])
     elif isinstance(block, Dense):
         parts.added.append(contract(block.tril, features, outputs))
@@ -107,7 +107,7 @@ def contract(columns: Tensor, features: Sequence[Tensor], outputs: int) -> Tenso
     return sum(found[1:], found[0])
 
 
-def _add_kronecker(parts: HeadCovariance, block: Kronecker, features: Tensor) -> None:
+def _add_kronecker(parts: HeadCovariance, block: KroneckerBasis, features: Tensor) -> None:
     rotated = features if block.in_vectors is None else features @ block.in_vectors
     inverse = block.precisions.reciprocal()
     spread = rotated.square() @ inverse.mT  # (..., k)
