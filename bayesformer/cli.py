@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments, by default those of the process; returns the exit code."""
     arguments = parser().parse_args(argv)
     verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
-    verb = {**verbs, "results": results, "reference": reference, "data": data}[arguments.verb]
+    verb = {**verbs, "results": results, "reference": reference, "data": data, "generate": generate}[arguments.verb]
     try:
         return verb(arguments)
     except BrokenPipeError:
@@ -167,6 +167,35 @@ def predict(arguments: argparse.Namespace) -> int:
         with arguments.output.open("w", newline="") as file:
             write_predictions(predictive, file)
         print(f"wrote {arguments.output}")
+    return 0
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """`bayesformer generate`: continue a prompt, coloured by epistemic uncertainty, and write the page if asked for."""
+    from bayesformer.generation.terminal import Streamer, read_model
+    from bayesformer.generation.token_page import page
+    from bayesformer.posterior import Posterior
+
+    if arguments.html is not None:
+        _check_file(arguments.html, "--html")
+    model, tokenizer = read_model(arguments.model, arguments.gguf)
+    found = Posterior.load(arguments.posterior, model).generate(
+        arguments.prompt,
+        arguments.draws,
+        max_new_tokens=arguments.max_new_tokens,
+        do_sample=arguments.sample,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        tokenizer=tokenizer,
+        on_step=Streamer(tokenizer),
+    )
+    total, epistemic = float(found.mean("total")[0]), float(found.mean("epistemic")[0])
+    told = f"{total:.3f} nats per token, {epistemic:.3f} of it epistemic"
+    print(f"\n\n{int(found.lengths[0])} tokens, {found.draws} draws: {told}")
+    if arguments.html is not None:
+        arguments.html.write_text(page(found), encoding="utf-8")
+        print(f"wrote {arguments.html}")
     return 0
 
 
