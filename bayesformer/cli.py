@@ -276,6 +276,7 @@ def _study_weights(arguments: argparse.Namespace) -> int:
     """Train or find the networks, then write statistics, figures and priors."""
     from bayesformer.core.progress import bars
     from bayesformer.datasets.places import cache_folder
+    from bayesformer.study import weight_figures, weight_study
     from bayesformer.study.weight_networks import train_networks
 
     groups = _merge({}, arguments.set)
@@ -293,7 +294,16 @@ def _study_weights(arguments: argparse.Namespace) -> int:
             groups.get("training"),
             reporter,
         )
-    print(f"{arguments.task}: {len(trained.theta)} networks of {trained.space.size} weights in {folder}/")
+        print(f"{arguments.task}: {len(trained.theta)} networks of {trained.space.size} weights in {folder}/")
+        if arguments.train_only:
+            return 0
+        study = weight_study.study_weights(trained, reporter=reporter)
+    stem = arguments.task.replace("/", "-")
+    print(weight_study.table(study))
+    print(f"statistics: {weight_study.write(study, arguments.results / f'{stem}.json')}")
+    print(f"priors: {weight_study.write_priors(study, arguments.out or arguments.results / f'{stem}.toml')}")
+    for path in weight_figures.draw_all(study, arguments.results):
+        print(f"figure: {path}")
     return 0
 
 

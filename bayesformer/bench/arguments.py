@@ -280,9 +280,9 @@ def _add_weights(names: Any) -> None:
         help="the weights of trained networks, and priors made of them",
         description="Trains independent networks on a task, or finds them in a folder of networks, where "
         "`bayesformer run --networks` finds them too: network i is member i mod 10 of the ensemble of seed i div 10. "
-        "For every layer: the law that fits its weights best, by squared error to the histogram and by likelihood, degrees "
-        "of freedom, modes, correlations, with bootstrap intervals over networks. Writes statistics as JSON, figures "
-        "as SVG and the best-fitting laws as priors: `bayesformer run TASK --methods vi --config priors.toml`. "
+        "For every layer: the law that fits its weights best, by squared error to the histogram and by likelihood, "
+        "degrees of freedom, modes, correlations, with bootstrap intervals over networks. Writes statistics as JSON, "
+        "figures as SVG and the best-fitting laws as priors: `bayesformer run TASK --methods vi --config priors.toml`. "
         "Call it again to resume or extend.",
     )
     weights.add_argument("task", metavar="TASK", help="task name, e.g. toy/m1")
