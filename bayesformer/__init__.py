@@ -23,23 +23,28 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 from bayesformer.methods import (
     Attention,
     Baoab,
+    Blob,
     Combined,
     ConcreteDropout,
     Ekf,
     Ensemble,
+    Hmc,
     Ivon,
     Laplace,
     Map,
     MCDropout,
     MeanField,
     Mle,
+    Nuts,
     Psgld,
     Sghmc,
     Sgld,
     Sgnht,
     Swag,
+    Tfb,
     Vi,
 )
+from bayesformer.methods.lora import tfb
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
 from bayesformer.train.curvature_products import curvature_products
@@ -53,6 +58,7 @@ __all__ = [
     "Baoab",
     "Batch",
     "Bernoulli",
+    "Blob",
     "Categorical",
     "CategoricalPredictive",
     "Combined",
@@ -65,6 +71,7 @@ __all__ = [
     "FidelityWarning",
     "Gaussian",
     "GaussianPredictive",
+    "Hmc",
     "Ivon",
     "Laplace",
     "MCDropout",
@@ -72,6 +79,7 @@ __all__ = [
     "MeanField",
     "Mle",
     "NextToken",
+    "Nuts",
     "OracleBeatenError",
     "Poisson",
     "PoissonPredictive",
@@ -83,6 +91,7 @@ __all__ = [
     "Sgnht",
     "Stream",
     "Swag",
+    "Tfb",
     "Training",
     "TrainingDivergedError",
     "Vi",
@@ -101,4 +110,14 @@ __all__ = [
     "loss",
     "power_iteration",
     "revert",
+    "tfb",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`bayesformer.hf` is imported when it is asked for: it needs transformers, which others need not have."""
+    if name == "hf":
+        import importlib
+
+        return importlib.import_module("bayesformer.hf")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Methods: the user's choice, as small frozen dataclasses, each turning a problem into a posterior.
 
-`METHODS` is the list that the command line and the runner read. A method's docstring starts with its one-line
-description; the text under a field is its help.
+`METHODS` is the list that the command line and the runner read, `ADAPTER_METHODS` those for low-rank adapters alone.
+A method's docstring starts with its one-line description; the text under a field is its help.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ from bayesformer.core.errors import unknown_name
 from bayesformer.laplace.method import Laplace
 from bayesformer.methods.combined import Combined
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
+from bayesformer.methods.hamiltonian_chains import Hmc, Nuts
 from bayesformer.methods.layers import ConcreteDropout, MeanField
+from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
 from bayesformer.methods.sampling import Baoab, Psgld, Sghmc, Sgld, Sgnht
 from bayesformer.methods.stochastic_attention import Attention
 from bayesformer.train.problem import Method, Problem
 
 __all__ = [
+    "ADAPTER_METHODS",
     "METHODS",
     "Attention",
     "Baoab",
+    "Blob",
     "Combined",
     "ConcreteDropout",
     "Ekf",
     "Ensemble",
+    "Hmc",
     "Ivon",
     "Laplace",
     "MCDropout",
@@ -34,12 +39,14 @@ __all__ = [
     "MeanField",
     "Method",
     "Mle",
+    "Nuts",
     "Problem",
     "Psgld",
     "Sghmc",
     "Sgld",
     "Sgnht",
     "Swag",
+    "Tfb",
     "Vi",
     "build_method",
 ]
@@ -58,6 +65,8 @@ METHODS: dict[str, type[Any]] = {
     "sghmc": Sghmc,
     "sgnht": Sgnht,
     "baoab": Baoab,
+    "hmc": Hmc,
+    "nuts": Nuts,
     "vi": Vi,
     "ivon": Ivon,
     "swag": Swag,
@@ -65,12 +74,16 @@ METHODS: dict[str, type[Any]] = {
     "laplace": Laplace,
 }
 
+ADAPTER_METHODS: dict[str, type[Any]] = {"blob": Blob, "tfb": Tfb}
+"""Methods for models with LoRA adapters of PEFT; they refuse others."""
+
 
 def build_method(name: str, settings: dict[str, Any] | None = None) -> Method:
     """A method from its name and settings."""
-    if name not in METHODS:
-        raise unknown_name("method", name, METHODS)
-    kind = METHODS[name]
+    every = METHODS | ADAPTER_METHODS
+    if name not in every:
+        raise unknown_name("method", name, every)
+    kind = every[name]
     known = [f.name for f in fields(kind)]
     for key in settings or {}:
         if key not in known:
