@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from bayesformer.attention import attention_mode, install
 from bayesformer.attention.build import DEFAULTS
 from bayesformer.core.seeds import stream
-from bayesformer.core.types import Batch
-from bayesformer.likelihoods.output_draws import Draws
+from bayesformer.core.types import Batch, Draws
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive
 from bayesformer.model.calling import call
 from bayesformer.priors.improved import IMPROVED

@@ -216,10 +216,10 @@ def _by_em(x: Tensor, weight: Tensor, mixing: Callable[[Tensor], Tensor], steps:
 def _student(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Student's t: EM for every number of degrees of freedom on the grid, of which the most likely is taken."""
     found = []
-    for df in DEGREES:
-        loc, scale = _by_em(x, weight, lambda z, df=df: (df + 1) / (df + z * z))  # type: ignore[misc]
-        level = (weight * _log_density("student_t", loc, scale, torch.full_like(loc, df))(x)).sum(1)
-        found.append(level)
+    for nu in DEGREES:
+        loc, scale = _by_em(x, weight, lambda z, nu=nu: (nu + 1) / (nu + z * z))  # type: ignore[misc]
+        density = _log_density("student_t", loc, scale, torch.full_like(loc, nu))
+        found.append((weight * density(x)).sum(1))
     levels = torch.stack(found)  # (V, R)
     df = _peak(torch.tensor(DEGREES, dtype=x.dtype).log(), levels).exp()
     loc, scale = _by_em(x, weight, lambda z: (df[:, None] + 1) / (df[:, None] + z * z))

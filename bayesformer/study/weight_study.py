@@ -33,7 +33,7 @@ class WeightStudy:
 
     @property
     def task(self) -> str:
-        """The name of the task."""
+        """The name of the task that the networks were trained on."""
         return str(self.facts["task"])
 
     @property
