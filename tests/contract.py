@@ -42,10 +42,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sghmc": {"draws": 1, "chains": 2},
     "sgnht": {"draws": 1, "chains": 2},
     "baoab": {"draws": 1, "chains": 2},
-} | {
-    name: {"draws": DRAWS}
-    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace")
-}
+    "vi": {"draws": DRAWS, "epochs": 2},
+    "ivon": {"draws": DRAWS, "epochs": 2},
+} | {name: {"draws": DRAWS} for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "ekf", "laplace")}
 
 CERTAIN = ("mle", "map")
 """methods with one draw"""
