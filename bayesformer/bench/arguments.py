@@ -32,6 +32,10 @@ examples:
       stochastic attention on citation graphs, as a table
   bayesformer study attention runs/posteriors/toy-m1/attention-1a2b3c4d/seed0
       mean and spread of its attention maps, as a figure
+  bayesformer study fidelity results/fidelity
+      distance to the posterior against gradient evaluations, as a figure and a table
+  bayesformer reference list
+      problems whose posterior is known, and what is stored of them
   bayesformer results pack runs/
       a file per cell becomes one file of lines, runs/runs.jsonl; every command reads both
 """
@@ -47,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"bayesformer {__version__}")
     verbs = main_parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    for add in (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study, _add_results):
+    for add in (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study, _add_results, _add_reference):
         add(verbs)
     return main_parser
 
@@ -152,6 +156,35 @@ def _add_results(verbs: Any) -> None:
     pack.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folder, e.g. runs/")
 
 
+def _add_reference(verbs: Any) -> None:
+    reference = verbs.add_parser(
+        "reference",
+        help="posteriors that are known: make, list and check them",
+        description="Reference posteriors, in closed form or by long Hamiltonian Monte Carlo, against which the tasks "
+        "fidelity/NAME score every method. They are files in the folder that BAYESFORMER_REFERENCES names, else in "
+        "references/.",
+    )
+    names = reference.add_subparsers(dest="name", metavar="action", required=True)
+    make = names.add_parser(
+        "make",
+        help="compute and store",
+        description="Computes the reference posteriors of these problems and stores each as one file. A sampler that "
+        "was interrupted resumes when called again. sentence-head needs BAYESFORMER_DATA and its encoder.",
+    )
+    listing = names.add_parser("list", help="all problems, and what is stored of them")
+    check = names.add_parser(
+        "check",
+        help="check what is stored",
+        description="Closed forms are computed again. Of chains, R-hat of every function value is to be below 1.02; "
+        "the weights that are kept must give the outputs that are kept. Returns 1 if anything is not so.",
+    )
+    make.add_argument("problems", nargs="+", metavar="NAME", help="names or patterns, e.g. gap-mlp 'linear-*'")
+    make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
+    check.add_argument("problems", nargs="*", metavar="NAME", help="names or patterns (all that are stored)")
+    for action in (make, listing, check):
+        action.add_argument("--folder", type=Path, help="folder of the references (see above)")
+
+
 def _add_study(verbs: Any) -> None:
     study = verbs.add_parser("study", help="answer a question by many runs and one figure")
     names = study.add_subparsers(dest="name", metavar="study", required=True)
@@ -184,6 +217,15 @@ def _add_study(verbs: Any) -> None:
         "which the paper lacks, and whether its differences are seen.",
     )
     graphs.add_argument("results", type=Path, help="results folder, e.g. results/graphs")
+    distance = names.add_parser(
+        "fidelity",
+        help="distance to the posterior against gradient evaluations",
+        description="Reads stored results of the tasks fidelity/* and runs nothing. Draws one panel per problem: mean "
+        "distance of function values to the reference posterior, in its standard deviations, against the gradient "
+        "evaluations of the fit in epochs. Prints the same as tables in Markdown, with ratios of spreads by region.",
+    )
+    distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
+    distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",

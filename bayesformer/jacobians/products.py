@@ -68,16 +68,20 @@ class CurvatureProducts:
 
     def ggn(self, v: Tensor) -> Tensor:
         """(P,): Σ_n J_nᵀ Λ_n J_n v, positive semidefinite."""
+        return self._sum(lambda batch: self._batch_ggn(batch, v), v)
 
-        def one(batch: Batch) -> Tensor:
-            outputs = self._outputs(batch.inputs)
-            through = self.likelihood.hessian_times(outputs.detach(), self._forward(outputs, v))
-            _, counted = self.likelihood.align(batch.targets, batch.mask)
-            if counted is not None:
-                through = through * counted.view(*counted.shape, *[1] * (through.dim() - counted.dim()))
-            return self._back(outputs, through)
+    def batch_ggn(self, batch: Batch, v: Tensor) -> Tensor:
+        """(P,): the same sum over the examples of one batch, on the device of the weights."""
+        with self._pass():
+            return self._batch_ggn(batch, self._checked(v))
 
-        return self._sum(one, v)
+    def _batch_ggn(self, batch: Batch, v: Tensor) -> Tensor:
+        outputs = self._outputs(batch.inputs)
+        through = self.likelihood.hessian_times(outputs.detach(), self._forward(outputs, v))
+        _, counted = self.likelihood.align(batch.targets, batch.mask)
+        if counted is not None:
+            through = through * counted.view(*counted.shape, *[1] * (through.dim() - counted.dim()))
+        return self._back(outputs, through)
 
     def fisher(self, v: Tensor) -> Tensor:
         """(P,): Σ_n g_n (g_nᵀ v) with the gradients g_n of the log-likelihood at the targets themselves."""

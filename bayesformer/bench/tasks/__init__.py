@@ -10,11 +10,13 @@ from functools import partial
 
 from bayesformer.bench.tasks.citation_graph import CitationGraph
 from bayesformer.bench.tasks.digits_vit import DigitsVit
+from bayesformer.bench.tasks.known_posterior import KnownPosterior
 from bayesformer.bench.tasks.movie_reviews import ImdbReviews
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
 from bayesformer.bench.tasks.tabular_regression import TabularRegression
 from bayesformer.bench.tasks.toy_series import ToySeries
 from bayesformer.datasets import toy
+from bayesformer.reference import PROBLEMS
 
 __all__ = [
     "TASKS",
@@ -22,6 +24,7 @@ __all__ = [
     "DigitsVit",
     "Evaluation",
     "ImdbReviews",
+    "KnownPosterior",
     "TabularRegression",
     "Task",
     "TaskData",
@@ -39,6 +42,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "graph/pubmed": partial(CitationGraph, "pubmed", out_heads=8, lr=0.01),
     "regression/diabetes": partial(TabularRegression, "diabetes"),
     **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
+    **{f"fidelity/{name}": partial(KnownPosterior, name, build().version) for name, build in PROBLEMS.items()},
 }
 
 
