@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments, by default those of the process; returns the exit code."""
     arguments = parser().parse_args(argv)
     verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
-    verb = {**verbs, "results": results, "reference": reference}[arguments.verb]
+    verb = {**verbs, "results": results, "reference": reference, "data": data}[arguments.verb]
     try:
         return verb(arguments)
     except BrokenPipeError:
@@ -188,6 +188,29 @@ def results(arguments: argparse.Namespace) -> int:
         _print_to_stderr([f"left: {text}" for text in packing.left])
         code = 1 if packing.left else code
     return code
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """`bayesformer data`: list the data sets, fetch them, or make the one that has no source."""
+    from bayesformer.datasets import inventory
+
+    if arguments.name == "list":
+        print("\n".join(inventory.lines()))
+        return 0
+    if arguments.name == "get":
+        for name in inventory.names_of(arguments.sets):
+            for path in inventory.get(name, lambda text: print(text, file=sys.stderr)):
+                print(path)
+        return 0
+    from bayesformer.core.progress import bars
+    from bayesformer.datasets.places import fetched_folder
+    from bayesformer.study import ambiguous_digits
+
+    recipe = ambiguous_digits.Recipe(images=arguments.images, seed=arguments.seed)
+    with _threads(1), bars(False if arguments.quiet else None) as reporter:
+        facts = ambiguous_digits.make(fetched_folder(), recipe, reporter)
+    print(ambiguous_digits.told(facts))
+    return 0
 
 
 def reference(arguments: argparse.Namespace) -> int:
@@ -368,6 +391,7 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
         workers,
         getattr(arguments, "strategy", "auto"),
         not getattr(arguments, "no_posteriors", False),
+        networks=getattr(arguments, "networks", None),
     )
     with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
         outcome = run(cells, options, reporter)

@@ -44,7 +44,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "baoab": {"draws": 1, "chains": 2},
     "vi": {"draws": DRAWS, "epochs": 2},
     "ivon": {"draws": DRAWS, "epochs": 2},
-} | {name: {"draws": DRAWS} for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "ekf", "laplace")}
+    "tfb": {"draws": DRAWS, "anchors": 4, "samples": 2, "iterations": 3},
+} | {
+    name: {"draws": DRAWS}
+    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "ekf", "laplace", "blob")
+}
 
 CERTAIN = ("mle", "map")
 """methods with one draw"""

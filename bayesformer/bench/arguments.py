@@ -32,6 +32,10 @@ examples:
       stochastic attention on citation graphs, as a table
   bayesformer study attention runs/posteriors/toy-m1/attention-1a2b3c4d/seed0
       mean and spread of its attention maps, as a figure
+  bayesformer study weights toy/m1 --networks 60 --out priors.toml
+      the weights of trained networks: laws that fit them, figures, and priors made of these
+  bayesformer data get mnist
+      a data set from its official source into the user's cache; `bayesformer data list` names them
   bayesformer study fidelity results/fidelity
       distance to the posterior against gradient evaluations, as a figure and a table
   bayesformer reference list
@@ -51,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"bayesformer {__version__}")
     verbs = main_parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    for add in (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study, _add_results, _add_reference):
+    first = (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study)
+    for add in (*first, _add_data, _add_results, _add_reference):
         add(verbs)
     return main_parser
 
@@ -100,6 +105,12 @@ def _add_run(verbs: Any) -> None:
         default="auto",
         choices=["auto", "looped", "batched", "processes"],
         help="how the members of one cell run (auto: by their size; processes: with one cell at once, on --workers)",
+    )
+    run.add_argument(
+        "--networks",
+        type=Path,
+        help="folder of trained networks: those that are there are not trained again, and new ones are added; "
+        "`bayesformer study weights` fills it (none)",
     )
     run.add_argument("--no-posteriors", action="store_true", help="do not keep the posteriors")
     run.add_argument("--dry-run", action="store_true", help="only say which cells would run")
@@ -154,6 +165,30 @@ def _add_results(verbs: Any) -> None:
         "needs to be unpacked. Files that cannot be read are named and stay where they are.",
     )
     pack.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folder, e.g. runs/")
+
+
+def _add_data(verbs: Any) -> None:
+    data = verbs.add_parser(
+        "data",
+        help="list, fetch and make data sets",
+        description="Data are read from the folder that BAYESFORMER_DATA names, or else from the user's cache "
+        "(BAYESFORMER_CACHE), which `get` and `make` fill. Every file is checked against a hash when it is fetched and "
+        "when it is read.",
+    )
+    names = data.add_subparsers(dest="name", metavar="action", required=True)
+    names.add_parser("list", help="data sets, and which are there")
+    get = names.add_parser("get", help="fetch data sets from their official sources")
+    get.add_argument("sets", nargs="+", metavar="NAME", help="mnist, fashion_mnist, ud_english, imdb, planetoid or all")
+    make = names.add_parser(
+        "make",
+        help="make a data set that has no source",
+        description="ambiguous_mnist: digits that are several digits at once, made of MNIST by the recipe of Mukhoti "
+        "et al. (2021), a variational autoencoder and a filter by an ensemble; about ten minutes on one core.",
+    )
+    make.add_argument("sets", choices=["ambiguous_mnist", "ambiguous-mnist"], metavar="NAME", help="ambiguous_mnist")
+    make.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
+    make.add_argument("--images", type=int, default=12_000, help="images in all (12000)")
+    make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
 
 
 def _add_reference(verbs: Any) -> None:

@@ -41,6 +41,7 @@ class Options:
     strategy: Strategy = "auto"
     keep_posteriors: bool = True
     checkpoint_seconds: float = 10.0
+    networks: Path | None = None  # trained networks that are not trained again
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
@@ -66,6 +67,7 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         workers=options.workers if options.strategy == "processes" else None,
         checkpoint=options.results / CHECKPOINTS / cell.trained_in,
         checkpoint_seconds=options.checkpoint_seconds,
+        networks=options.networks,
         reporter=reporter,
     )
     resumed = problem.checkpoint is not None and problem.checkpoint.exists()

@@ -13,7 +13,7 @@ from bayesformer.evaluate.calibration import (
     reliability,
 )
 from bayesformer.evaluate.catalogue import METRICS, Metric, describe
-from bayesformer.evaluate.detection import aupr, auroc, detection, fpr_at_95_tpr, stump_accuracy
+from bayesformer.evaluate.detection import aupr, auroc, detection, fpr_at_95_tpr, stump_accuracy, tree_accuracy
 from bayesformer.evaluate.language_scores import best_spans, exact_match, matthews, pearson, spearman, token_f1
 from bayesformer.evaluate.posterior_distance import (
     Fidelity,
@@ -82,6 +82,7 @@ __all__ = [
     "stump_accuracy",
     "token_f1",
     "total_variation",
+    "tree_accuracy",
     "variance_mse",
     "wasserstein",
 ]

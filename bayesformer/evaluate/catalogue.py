@@ -72,12 +72,29 @@ _ALL = (
     Metric("aupr", "AUPR", "higher", "Average precision of uncertainty as a detector of foreign inputs."),
     Metric("fpr95", "FPR at 95 % TPR", "lower", "False alarms when 95 % of the foreign inputs are found."),
     Metric(
+        "fpr95_epistemic", "FPR95 by epistemic", "lower", "The same by the epistemic part of the uncertainty alone."
+    ),
+    Metric(
+        "tree_accuracy",
+        "Tree accuracy",
+        "higher",
+        "Accuracy of the best single threshold on the uncertainty on the very examples it was fitted to; at least the "
+        "share of the larger set.",
+    ),
+    Metric(
         "stump_accuracy",
         "Stump accuracy",
         "higher",
         "Balanced held-out accuracy of one learnt threshold on the uncertainty; chance is .5.",
     ),
-    Metric("aurc", "AURC", "lower", "Error left when only the most certain are answered, over all coverages."),
+    Metric(
+        "aurc",
+        "AURC",
+        "lower",
+        "Error left when only the most certain are answered, over all coverages; of a set of foreign inputs: with them "
+        "among the questions, every answer to one of them wrong.",
+    ),
+    Metric("aurc_epistemic", "AURC by epistemic", "lower", "The same, certain by the epistemic part alone."),
     Metric("pavpu", "PAvPU", "higher", "Share of answers that are right and certain, or wrong and uncertain."),
     Metric("rhat", "R-hat", "none", "Disagreement of chains in what they predict, at its worst; 1 is agreement."),
     Metric("ess", "ESS", "none", "Independent draws that a chain's predictions are worth, in the median."),

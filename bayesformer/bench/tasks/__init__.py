@@ -11,7 +11,9 @@ from functools import partial
 from bayesformer.bench.tasks.citation_graph import CitationGraph
 from bayesformer.bench.tasks.digits_vit import DigitsVit
 from bayesformer.bench.tasks.known_posterior import KnownPosterior
+from bayesformer.bench.tasks.mnist_vit import MnistVit
 from bayesformer.bench.tasks.movie_reviews import ImdbReviews
+from bayesformer.bench.tasks.pos_tagging import PosTagging
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
 from bayesformer.bench.tasks.tabular_regression import TabularRegression
 from bayesformer.bench.tasks.toy_series import ToySeries
@@ -25,6 +27,8 @@ __all__ = [
     "Evaluation",
     "ImdbReviews",
     "KnownPosterior",
+    "MnistVit",
+    "PosTagging",
     "TabularRegression",
     "Task",
     "TaskData",
@@ -35,6 +39,8 @@ __all__ = [
 TASKS: dict[str, Callable[[], Task]] = {
     **{f"toy/{name}": partial(ToySeries, name) for name in toy.SERIES},
     "digits": DigitsVit,
+    "pos": PosTagging,
+    "mnist": MnistVit,
     "imdb": ImdbReviews,
     # Pubmed, which has 60 labels, gets 8 heads in the last layer and another rate in the paper.
     "graph/cora": partial(CitationGraph, "cora"),
