@@ -48,7 +48,7 @@ class BlobLinear(nn.Module):
         self.reset_rho()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., r)."""
+        """Inputs (..., in) to A x (..., r), with noise in training mode."""
         mean = linear(x, self.weight)
         if not self.training:
             return mean

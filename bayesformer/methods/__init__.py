@@ -2,6 +2,8 @@
 
 `METHODS` is the list that the command line and the runner read; `ADAPTER_METHODS` has those for low-rank adapters
 alone. A method's docstring starts with its one-line description; the text under a field is its help.
+`METHODS` is the list that the command line and the runner read, `ADAPTER_METHODS` those for low-rank adapters alone.
+A method's docstring starts with its one-line description; the text under a field is its help.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from bayesformer.laplace.method import Laplace
 from bayesformer.methods.averaging import Swag
 from bayesformer.methods.combined import Combined
 from bayesformer.methods.filtering import Ekf
+from bayesformer.methods.hamiltonian_chains import Hmc, Nuts
 from bayesformer.methods.layers import ConcreteDropout, MeanField
 from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
@@ -32,6 +35,7 @@ __all__ = [
     "ConcreteDropout",
     "Ekf",
     "Ensemble",
+    "Hmc",
     "Ivon",
     "Laplace",
     "MCDropout",
@@ -39,6 +43,7 @@ __all__ = [
     "MeanField",
     "Method",
     "Mle",
+    "Nuts",
     "Problem",
     "Psgld",
     "Sghmc",
@@ -64,6 +69,8 @@ METHODS: dict[str, type[Any]] = {
     "sghmc": Sghmc,
     "sgnht": Sgnht,
     "baoab": Baoab,
+    "hmc": Hmc,
+    "nuts": Nuts,
     "vi": Vi,
     "ivon": Ivon,
     "swag": Swag,

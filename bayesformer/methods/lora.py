@@ -72,7 +72,7 @@ class Blob:
 
     @property
     def preparation(self) -> Preparation:
-        """A random A in every adapter."""
+        """A random A in the place of that of every adapter."""
         epsilon = None if self.epsilon == "auto" else self.epsilon
         return Preparation().then("blob", flipout=self.flipout, epsilon=epsilon)
 
