@@ -1,7 +1,5 @@
 """Methods: the user's choice, as small frozen dataclasses, each turning a problem into a posterior.
 
-`METHODS` is the list that the command line and the runner read; `ADAPTER_METHODS` has those for low-rank adapters
-alone. A method's docstring starts with its one-line description; the text under a field is its help.
 `METHODS` is the list that the command line and the runner read, `ADAPTER_METHODS` those for low-rank adapters alone.
 A method's docstring starts with its one-line description; the text under a field is its help.
 """
