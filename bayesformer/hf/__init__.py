@@ -9,6 +9,7 @@ Needs transformers: `pip install 'bayesformer[hf]'`.
 from bayesformer.hf.questions import EncodedQuestions, encode_questions
 from bayesformer.hf.tasks import likelihood_of
 from bayesformer.hf.texts import encode
-from bayesformer.hf.trainer import Collect, laplace_after
+from bayesformer.hf.trainer import TrainerCollect as Collect
+from bayesformer.hf.trainer import laplace_after
 
 __all__ = ["Collect", "EncodedQuestions", "encode", "encode_questions", "laplace_after", "likelihood_of"]

@@ -25,7 +25,7 @@ class EncodedQuestions:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """The data without labels."""
+        """The data without labels, for `Posterior.predict`."""
         return {name: value for name, value in self.data.items() if name != "labels"}
 
     def answers(self, predictive: CategoricalPredictive, longest: int = 30) -> list[str]:

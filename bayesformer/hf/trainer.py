@@ -30,7 +30,7 @@ except ImportError as error:  # pragma: no cover
 WAYS_TO_COLLECT = ("swag", "snapshots")
 
 
-class Collect(TrainerCallback):
+class TrainerCollect(TrainerCallback):
     """A Trainer callback that watches the weights, and makes a posterior of where they went.
 
         collect = bf.hf.Collect(method="swag")

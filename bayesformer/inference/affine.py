@@ -47,7 +47,7 @@ class AffineMap:
         """(Q,), or (L, Q): the φ of θ = c."""
         return self.center.new_zeros((self.size,) if members is None else (members, self.size))
 
-    def log_joint(self, log_joint: LogJoint) -> AffineLogJoint:
+    def in_phi(self, log_joint: LogJoint) -> AffineLogJoint:
         """A log joint over θ as a function of φ."""
         return AffineLogJoint(log_joint, self.center, self.root, self.scale)
 
@@ -98,15 +98,15 @@ class AffineLogJoint(AffineMap):
 
     def __init__(self, log_joint: LogJoint, center: Tensor, root: Root, scale: Tensor | None = None) -> None:
         super().__init__(center, root, scale)
-        self.over_theta = log_joint
+        self.log_joint = log_joint
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Value and outputs at φ, purely."""
-        return self.over_theta({THETA: self.to_theta(params[THETA])}, batch)
+        return self.log_joint({THETA: self.to_theta(params[THETA])}, batch)
 
     def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
         """Value, outputs and the gradient with respect to φ, Rᵀ ∇."""
-        value, outputs, grads = value_and_grad(self.over_theta)({THETA: self.to_theta(params[THETA])}, batch)
+        value, outputs, grads = value_and_grad(self.log_joint)({THETA: self.to_theta(params[THETA])}, batch)
         return value, outputs, {THETA: self.root.times_root(grads[THETA])}
 
 

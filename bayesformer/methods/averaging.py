@@ -137,7 +137,7 @@ class Swag:
         size = min(training.batch_size, num_data)
         # φ ← (1 - h) φ + noise of variance h² N/n: stationary at variance 1 for h = 2n / (N + n), in units of 1 / N
         rate = 2 * size * num_data / (num_data + size)
-        watched = swag.build(sgld.build(frame.log_joint(log_joint), rate, 0.0), start, self.every, self.rank)
+        watched = swag.build(sgld.build(frame.in_phi(log_joint), rate, 0.0), start, self.every, self.rank)
         return started(watched, frame)
 
     @staticmethod

@@ -143,7 +143,7 @@ class Vi:
             )
         rule = Adam(warmup_cosine(self.rate(frame.size), WARMUP, steps))
         settings = {"log_sd": 0.0, "draws": self.samples, "pairs": True}
-        return started(module.build(frame.log_joint(log_joint), self.temperature / num_data, rule, **settings), frame)
+        return started(module.build(frame.in_phi(log_joint), self.temperature / num_data, rule, **settings), frame)
 
     def rate(self, weights: int) -> float:
         """The peak rate of Adam, in standard deviations.
