@@ -72,7 +72,7 @@ NO_RULE = "no rule says how variance passes through it"
 REFUSED_WAYS: dict[tuple[str, str], str] = {
     **{
         ("streamlined", kind): NO_RULE
-        for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5")
+        for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5", "dora")
     },
     ("streamlined", "bfloat16_base"): "the model casts to half precision by itself",
 }

@@ -7,18 +7,22 @@ import torch
 from scipy import stats
 from torch import nn
 
+import bayesformer as bf
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import ekf_common as ekf
 from bayesformer.inference import ekf_dense as dense
 from bayesformer.inference import ekf_diag as diag
 from bayesformer.likelihoods import Categorical
+from bayesformer.train import example_scores
 from bayesformer.train.checkpoint import pack_state
 from bayesformer.train.objective import Objective
+from bayesformer.train.problem import Problem
+from bayesformer.train.prototype import Prototype
 from tests.laws import assert_mean
-from tests.nets import shell_of
+from tests.nets import Mlp, blobs, shell_of
 
 KINDS = {"diag": diag, "dense": dense}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -316,6 +320,14 @@ def test_settings_are_checked(kind, settings, message):
 def test_dense_refuses_many_weights_and_names_the_memory():
     with pytest.raises(ValueError, match="at most 5000 weights .* got 10000, whose matrices would need 1.2 GB"):
         dense.init({THETA: torch.zeros(10_000)})
+
+
+def test_a_large_model_goes_through_example_by_example(monkeypatch):
+    problem = Problem(Mlp(3, 8), Categorical(), as_batches(blobs(8), "data"), training=bf.Training(batch_size=4))
+    prototype = Prototype(problem)
+    assert example_scores.scores_for(prototype, ()) is ekf.scores
+    monkeypatch.setattr(example_scores, "MOST", 4 * (3 + 8))
+    assert example_scores.scores_for(prototype, ()) is ekf.looped_scores
 
 
 @pytest.mark.parametrize("transition_sd", [0.0, 0.3])
