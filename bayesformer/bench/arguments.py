@@ -34,7 +34,7 @@ examples:
       stochastic attention on citation graphs, as a table
   bayesformer study attention runs/posteriors/toy-m1/attention-1a2b3c4d/seed0
       mean and spread of its attention maps, as a figure
-  bayesformer study weights toy/m1 --networks 60 --out priors.toml
+  bayesformer study weights toy/m1 --networks 60
       the weights of trained networks: laws that fit them, figures, and priors made of these
   bayesformer data get mnist
       a data set from its official source into the user's cache; `bayesformer data list` names them
@@ -294,6 +294,31 @@ def _add_study(verbs: Any) -> None:
     maps.add_argument("--index", type=int, default=0, help="which test input (0)")
     maps.add_argument("--draws", type=int, help="draws (those of a prediction)")
     maps.add_argument("--output", type=Path, default=Path("attention.svg"), help="the figure (attention.svg)")
+    _add_weights(names)
+
+
+def _add_weights(names: Any) -> None:
+    weights = names.add_parser(
+        "weights",
+        help="the weights of trained networks, and priors made of them",
+        description="Trains independent networks on a task, or finds them in a folder of networks, where "
+        "`bayesformer run --networks` finds them too: network i is member i mod 10 of the ensemble of seed i div 10. "
+        "For every layer: the law that fits its weights best, by squared error to the histogram and by likelihood, "
+        "degrees of freedom, modes, correlations, with bootstrap intervals over networks. Writes statistics as JSON, "
+        "figures as SVG and the best-fitting laws as priors: `bayesformer run TASK --methods vi --config priors.toml`. "
+        "Call it again to resume or extend.",
+    )
+    weights.add_argument("task", metavar="TASK", help="task name, e.g. toy/m1")
+    weights.add_argument("--networks", type=int, default=60, metavar="N", help="networks (60)")
+    weights.add_argument("--out", type=Path, help="the priors, a TOML file (RESULTS/TASK.toml)")
+    weights.add_argument(
+        "--results", type=Path, default=Path("results/weights"), help="statistics and figures (results/weights/)"
+    )
+    weights.add_argument("--folder", type=Path, help="folder of trained networks (networks/ in the user's cache)")
+    weights.add_argument("--train-only", action="store_true", help="train the networks that are missing, and no more")
+    weights.add_argument("--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="of task or training")
+    weights.add_argument("--threads", type=int, default=1, help="torch threads (1)")
+    weights.add_argument("--quiet", action="store_true", help="no progress bars or lines")
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
