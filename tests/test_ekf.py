@@ -330,17 +330,23 @@ def test_a_large_model_goes_through_example_by_example(monkeypatch):
     assert example_scores.scores_for(prototype, ()) is ekf.looped_scores
 
 
-def test_a_filter_from_a_mode_is_the_posterior_after_its_prior_is_put_back():
-    """Started at any point with the prior's precision there, then recentred: the posterior of the prior around 0."""
-    whole, start = data(), torch.tensor([0.3, -2.0, 1.4], dtype=torch.float64)
-    transform = dense.build(log_likelihood, sd=2.0, curvature=hessian)
-    state = absorb(transform, {THETA: start}, batches(whole, [10, 10, 4]))
-    moved = dense.recentred(state, torch.full((3,), 0.25, dtype=torch.float64), start)
-    mean, precision = posterior(whole, torch.zeros(3, dtype=torch.float64), 2.0)
-    torch.testing.assert_close(moved.params[THETA], mean)
-    torch.testing.assert_close(moved.precision, precision)
-    again = dense.recentred(state, torch.eye(3, dtype=torch.float64) * 0.25, start)
-    torch.testing.assert_close(again.params[THETA], mean)
+@pytest.mark.parametrize("transition_sd", [0.0, 0.3])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_prior_that_is_centred_elsewhere_than_the_filter_starts(transition_sd, inplace):
+    """On linear data it does not matter where likelihoods are linearised: the law is that of a start at the prior."""
+    whole, mode = data(), torch.tensor([0.3, -2.0, 1.4], dtype=torch.float64)
+    center, parts = torch.tensor([-0.5, 0.1, 0.2], dtype=torch.float64), batches(whole, [10, 10, 4])
+    how = {"transition_sd": transition_sd, "sd": 2.0, "curvature": hessian}
+    found = absorb(dense.build(log_likelihood, prior_mean=center, **how), {THETA: mode}, parts, inplace)
+    plain = absorb(dense.build(log_likelihood, **how), {THETA: center}, parts, inplace)
+    torch.testing.assert_close(dense.law(found).mean, dense.law(plain).mean)
+    torch.testing.assert_close(found.precision, plain.precision)
+    with drawing_from(torch.Generator().manual_seed(0)):
+        draw = dense.sample(found)[THETA]
+    with drawing_from(torch.Generator().manual_seed(0)):
+        torch.testing.assert_close(draw, dense.sample(plain)[THETA])
+    if not transition_sd:
+        torch.testing.assert_close(dense.law(found).mean, posterior(whole, center, 2.0)[0])
 
 
 @both
