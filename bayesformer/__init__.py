@@ -112,3 +112,12 @@ __all__ = [
     "revert",
     "tfb",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`bayesformer.hf` is imported when it is asked for: it needs transformers, which others need not have."""
+    if name == "hf":
+        import importlib
+
+        return importlib.import_module("bayesformer.hf")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
