@@ -80,6 +80,11 @@ class Batches(ABC):
         """The data as tensors where they are tensors already (members can then be trained in lockstep), else None."""
         return None
 
+    @property
+    def is_random(self) -> bool:
+        """Whether reading an example was seen to draw random numbers (augmentation): it differs from epoch to epoch."""
+        return False
+
     def require_num_data(self) -> int:
         """N, or an error that says how to give it."""
         if self.num_data is None:
