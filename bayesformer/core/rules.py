@@ -67,6 +67,16 @@ def between(low: float, high: float) -> SettingRule:
     return SettingRule(f"strictly between {low} and {high}", lambda v: _number(v) and low < v < high)
 
 
+def between_inclusive(low: float, high: float) -> SettingRule:
+    """A number from `low` to `high`, both of them included."""
+    return SettingRule(f"at least {low} and at most {high}", lambda v: _number(v) and low <= v <= high)
+
+
+def nothing() -> SettingRule:
+    """None, which leaves a setting to the method."""
+    return SettingRule("none", lambda v: v is None)
+
+
 def one_of(names: Iterable[str]) -> SettingRule:
     """One of these texts, and nothing else."""
     known = tuple(names)
