@@ -31,6 +31,11 @@ class Mapped(Batches):
         """As many as the other data have."""
         return self.data.steps(batch_size, join_single=join_single)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether reading the other data was seen to draw random numbers."""
+        return self.data.is_random
+
     def fingerprint(self) -> str:
         """That of the other data: the change belongs to the model."""
         return self.data.fingerprint()

@@ -10,13 +10,16 @@ from bayesformer.inference.stiff_baoab import PRODUCT_COST
 
 FEW, SOME = 200, 400  # epochs over all chains below which there is one chain, and below which there are two
 CHAINS = 4
-HALF, FIFTH = 0.5, 0.2  # shares of the epochs that find the anchored optima: up to 5 times the training's, from 20 times
+HALF, FIFTH = (
+    0.5,
+    0.2,
+)  # shares of the epochs that find the anchored optima: up to 5 times the training's, from 20 times
 SMALLEST = 10  # examples in a batch, and steps between gradients over all data
 ROWS, FEWEST_ROWS = 50, 16  # scores for the stiff directions
 EVERY = 10  # steps between looks at the curvature
 TIME_PER_DRAW = 3.0  # units of time, in the prior's metric, in which a network's function is forgotten
 ALONG = 3.0  # how much stiffer the posterior is along a chain than at an anchored optimum
-INSIDE, OUTSIDE = 1.0, 4.0  # independent draws from which the spread is right inside the data, and elsewhere
+SHORT = 0.3  # independent draws below which outside the data half of the spread or more was missing
 ENOUGH = 20.0  # independent draws that the advice is for
 
 
@@ -125,7 +128,7 @@ def forecast(found: NetworkPlan, largest: float) -> str:
 def doubt_of_length(found: NetworkPlan, largest: float, name: str) -> list[Doubt]:
     """Whether the chains are too short to sample the posterior."""
     worth = found.worth(largest)
-    if worth >= INSIDE:
+    if worth >= SHORT:
         return []
     return [
         Doubt(
@@ -135,6 +138,6 @@ def doubt_of_length(found: NetworkPlan, largest: float, name: str) -> list[Doubt
             f"{name}.epochs={found.needed(largest):.0f} would do; Laplace(predictive='linearised') is better inside "
             "the data at this length.",
             worth,
-            INSIDE,
+            SHORT,
         )
     ]
