@@ -143,7 +143,9 @@ def starts_of(run: ChainRun, fixed: NetworkPlan) -> tuple[SubsetStage, list[Fitt
     modes = find_modes(made, run.name, method.prior, share, fixed.chains)
     part = subset_stage(made, modes, method.subset)
     prior, label = vector_prior(made, method.prior, part.space), f"{run.name}-anchored"
-    found = anchored_optima(made, label, prior, part.starts, fixed.optimum, part.skeletons, repr(method))
+    found = anchored_optima(
+        made, label, prior, part.starts, fixed.optimum, part.skeletons, repr(method), method.temperature
+    )
     at = Modes(found.theta, found.buffers, found)
     stages = run.trainings + [stage for stage in (modes.stage, found) if stage is not None]
     return replace(part, starts=[at.start(chain) for chain in range(fixed.chains)]), stages

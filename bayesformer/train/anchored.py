@@ -85,19 +85,23 @@ def _scale(law: Distribution | None, weights: Tensor) -> float:
         return float(law.sample(weights.new_empty(DRAWN)).std())
 
 
-def prior_draw(prior: VectorPrior, theta: Tensor, source: torch.Generator) -> Tensor:
-    """(P,): weights drawn from the prior; those of a flat one stay as they are in θ."""
-    drawn = theta.clone()
+def prior_draw(prior: VectorPrior, theta: Tensor, source: torch.Generator, temperature: float = 1.0) -> Tensor:
+    """(P,): weights drawn from the prior; those of a flat one stay as they are in θ.
+
+    A temperature τ narrows the draws around the centre by √τ, as a normal prior to the power 1/τ is.
+    """
+    drawn, width = theta.clone(), temperature**0.5
     with drawing_from(source):
         if isinstance(prior, GaussianPrior):
             for place, block in zip(prior.law.places, prior.law.blocks, strict=True):
-                width = block.times_root(torch.zeros_like(drawn[place])).shape[-1]
-                noise = torch.empty(width, dtype=theta.dtype, device=theta.device).normal_(generator=source)
-                drawn[place] = prior.law.mean[place] + block.colour(noise)
+                rank = block.times_root(torch.zeros_like(drawn[place])).shape[-1]
+                noise = torch.empty(rank, dtype=theta.dtype, device=theta.device).normal_(generator=source)
+                drawn[place] = prior.law.mean[place] + width * block.colour(noise)
         elif isinstance(prior, NamedPrior):
             for place, law in prior.stretches:
                 if law is not None:
-                    drawn[place] = law.sample(theta[place])
+                    center = getattr(law, "loc", 0.0)
+                    drawn[place] = center + width * (law.sample(theta[place]) - center)
     return drawn
 
 
@@ -136,6 +140,7 @@ def anchored_optima(
     epochs: int,
     skeletons: Sequence[Skeleton] | None = None,
     settings: str = "",
+    temperature: float = 1.0,
 ) -> Fitted:
     """One optimum per start, each around its own draw of the prior, where it also begins.
 
@@ -149,10 +154,11 @@ def anchored_optima(
         epochs: for each optimum.
         skeletons: one per start where fixed weights differ.
         settings: what a checkpoint of it must agree in.
+        temperature: of the posterior.
     """
     problem, device = prototype.problem, prototype.skeleton.device
     sources = [generator(problem.seed, "anchor", chain, device=device) for chain in range(len(starts))]
-    anchors = [prior_draw(prior, s.theta, source) for s, source in zip(starts, sources, strict=True)]
+    anchors = [prior_draw(prior, s.theta, source, temperature) for s, source in zip(starts, sources, strict=True)]
     priors = []
     for anchor in anchors:
         scale = prior_scale(prior, anchor)
