@@ -65,12 +65,13 @@ def sampled(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Outputs under draws of a long chain, thinned, with R-hat of every function value; and how they were made."""
     method, resumed = build_method(SAMPLER, dict(problem.sampling)), checkpoint.exists()
+    small, likelihood = problem.condensed(data)
     with counting() as effort:
         posterior = method.fit(
             Problem(
                 model=problem.model,
-                likelihood=problem.likelihood,
-                data=as_batches(data.train, "train"),
+                likelihood=likelihood,
+                data=as_batches(small.train, "train"),
                 training=problem.training,
                 checkpoint=checkpoint,
                 reporter=reporter,
@@ -83,7 +84,7 @@ def sampled(
         "chains": chains,
         "draws": len(posterior.theta) // chains,
         **found,
-        "gradient_epochs": None if resumed else round(effort.examples / len(data.train), 1),
+        "gradient_epochs": None if resumed else round(effort.examples / len(small.train), 1),
         "seconds": round(float(posterior.facts["seconds"]), 1),
         "method": posterior.facts["method"],
         "doubts": [doubt.sentence for doubt in posterior.doubts],
