@@ -23,7 +23,7 @@ def test_the_means_have_the_posterior_of_all_targets(name):
             many = problem.likelihood.log_prob(model(data.train.inputs.double()), data.train.targets.double()).sum()
             few = likelihood.log_prob(model(small.train.inputs.double()), small.train.targets.double()).sum()
         gaps.append(many - few)
-    torch.testing.assert_close(gaps[1:], [gaps[0]] * 2, rtol=1e-9, atol=1e-6)
+    torch.testing.assert_close(gaps[1:], [gaps[0]] * 2, rtol=0, atol=1e-3)  # the means are rounded to float32
 
 
 @pytest.mark.parametrize("name", NAMES)
