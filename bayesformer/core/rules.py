@@ -80,7 +80,8 @@ def nothing() -> SettingRule:
 def one_of(names: Iterable[str]) -> SettingRule:
     """One of these texts, and nothing else."""
     known = tuple(names)
-    return SettingRule(f"one of {', '.join(map(repr, known))}", lambda v: isinstance(v, str) and v in known)
+    words = f"one of {', '.join(map(repr, known))}" if len(known) > 1 else repr(known[0])
+    return SettingRule(words, lambda v: isinstance(v, str) and v in known)
 
 
 def either(first: SettingRule, second: SettingRule) -> SettingRule:

@@ -19,28 +19,12 @@ from bayesformer.train.members import Fitted
 if TYPE_CHECKING:
     from bayesformer.methods.chain_run import ChainRun
 
-FAR = 0.3  # posterior standard deviations from the mode
 FEWEST = 10.0  # independent draws that a forecast must promise
 SLOWEST = 3.0  # of them along the direction that the data determine least
 WORTH = 8.0  # effective draws, median over weights: below, 83 % of slow chains and 2 % of good ones
 HOT = 1.6  # configurational temperature: above, all chains that batches heated and no good one
 LOOKED_AT = 256  # weights whose draws are looked at
 ENOUGH = 20  # kept draws of a chain below which they cannot tell
-
-
-def of_mode(decrement: float) -> list[Doubt]:
-    """Whether the mode was found, by the distance that is left to it."""
-    if not decrement > FAR:
-        return []
-    return [
-        Doubt(
-            "mode",
-            f"The mode was not found: the weights are {decrement:.1f} posterior standard deviations away from it. "
-            "Train longer, or with a larger training.lr.",
-            decrement,
-            FAR,
-        )
-    ]
 
 
 def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[Doubt]:
@@ -50,7 +34,7 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
     kept = (1 - run.method.burn_in) * epochs * run.chains
     typical = kept / pace.integrated()
     if found.regime == "network":
-        return [_network(pace, kept, run)]
+        return [_network(pace, kept)]
     doubts = []
     if typical < FEWEST:
         needed = math.ceil(FEWEST * pace.integrated() / (1 - run.method.burn_in))
@@ -78,14 +62,14 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
     return doubts
 
 
-def _network(pace: Pace, kept: float, run: ChainRun) -> Doubt:
+def _network(pace: Pace, kept: float) -> Doubt:
     """In a network every chain of this kind is short: how short, in units of the prior's scale."""
     worth = kept * pace.time / 3 if pace.friction is not None else kept * pace.time / 2
     return Doubt(
         "regime",
         "This is a network: draws around its mode are not draws of its posterior, and this chain is worth about "
-        f"{worth:.2g} independent ones. Outside the data its spread is far too small. Use Sghmc or Baoab; "
-        f"{run.name} is for models that are linear in the weights they infer.",
+        f"{worth:.2g} independent ones: outside the data its spread is far too small. "
+        + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
         worth,
         FEWEST,
     )

@@ -24,6 +24,7 @@ from bayesformer.train.collect import Collect
 from bayesformer.train.coordinates import FEW, Coordinates, centred, find_coordinates, polished
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.members import BuildTransform, Fitted, Stage, facts_of, fit_stage
+from bayesformer.train.mode_doubts import of_mode
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import (
@@ -244,9 +245,8 @@ def plain_chains(run: ChainRun) -> Posterior:
     if method.warm_up is not None:
         training = shortened(run.problem.training, training.epochs / run.problem.training.epochs)
     fitted = fit_stage(run.stage(part, training, PlainBuild(method)), run.chains)
-    doubts = [] if decrement is None else chain_checks.of_mode(decrement)
     more = {} if decrement is None else {"decrement": decrement}
-    return run.posterior(part, fitted, doubts + chain_checks.of_draws(run, fitted), **more)
+    return run.posterior(part, fitted, of_mode(decrement) + chain_checks.of_draws(run, fitted), **more)
 
 
 def network_epochs(run: ChainRun) -> int:
@@ -277,7 +277,7 @@ def whitened_chains(run: ChainRun, found: Coordinates, recipe: int | None = None
     for doubt in before:
         log.warning(doubt.sentence)
     fitted = fit_stage(run.stage(part, training, WhitenedBuild(method, found.root, pace)), run.chains)
-    doubts = chain_checks.of_mode(found.decrement) + before + chain_checks.of_draws(run, fitted, pace)
+    doubts = of_mode(found.decrement) + before + chain_checks.of_draws(run, fitted, pace)
     made = {"step": pace.step, "friction": pace.friction, "time_per_epoch": pace.time, "epochs": training.epochs}
     heat = chain_checks.temperature(run, fitted)
     doubts += chain_checks.of_temperature(heat)
