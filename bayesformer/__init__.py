@@ -23,6 +23,7 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 from bayesformer.methods import (
     Attention,
     Baoab,
+    Blob,
     Combined,
     ConcreteDropout,
     Ekf,
@@ -38,8 +39,10 @@ from bayesformer.methods import (
     Sgld,
     Sgnht,
     Swag,
+    Tfb,
     Vi,
 )
+from bayesformer.methods.lora import tfb
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
 from bayesformer.train.curvature_products import curvature_products
@@ -53,6 +56,7 @@ __all__ = [
     "Baoab",
     "Batch",
     "Bernoulli",
+    "Blob",
     "Categorical",
     "CategoricalPredictive",
     "Combined",
@@ -83,6 +87,7 @@ __all__ = [
     "Sgnht",
     "Stream",
     "Swag",
+    "Tfb",
     "Training",
     "TrainingDivergedError",
     "Vi",
@@ -101,4 +106,5 @@ __all__ = [
     "loss",
     "power_iteration",
     "revert",
+    "tfb",
 ]

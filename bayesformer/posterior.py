@@ -33,6 +33,7 @@ from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
+from bayesformer.predict.adapter_files import export_adapters, has_adapter, with_adapter, write_adapter
 from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
 from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
@@ -504,9 +505,23 @@ class Posterior:
             raise ValueError(f"draws must be {limit}; got {count}.")
 
     def save(self, folder: str | Path) -> Path:
-        """Write `posterior.safetensors` and `posterior.json` to a folder."""
+        """Write `posterior.safetensors` and `posterior.json` to a folder.
+
+        Of a PEFT model also PEFT's own two files with the mean of the adapter, for `PeftModel.from_pretrained`.
+        """
         self._check_base()
+        if has_adapter(self.model) and not self.preparation.changes:
+            write_adapter(self, self.law.mean, Path(folder))
         return saving.save(self, Path(folder))
+
+    def export_adapters(self, folder: str | Path, draws: int = 8, seed: int = 0) -> list[Path]:
+        """Write draws of LoRA adapters as plain PEFT adapters, folder/draw-0 and so on, for any server that loads such.
+
+        Averaging the probabilities of these adapters is what `predict` does with the same draws and seed.
+        """
+        self._check_draws(draws, None if self.noisy_draws else self.law.available)
+        self._check_base()
+        return export_adapters(self, Path(folder), draws, seed)
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> Posterior:
@@ -516,7 +531,7 @@ class Posterior:
         are put in place by themselves. It gives the architecture and the frozen weights; it is not changed, and its
         inferred weights are not used. A file that is truncated, altered or was made for another model is refused.
         """
-        return cls(**saving.load(Path(folder), model))
+        return cls(**saving.load(Path(folder), with_adapter(Path(folder), model)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
         return self  # a value: nothing that is asked of it changes it

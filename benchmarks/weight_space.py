@@ -13,7 +13,8 @@ from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.core.vectors import THETA
-from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag
+from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag, whitened
+from bayesformer.laws import Diagonal
 from bayesformer.layers.preparation import Preparation
 from bayesformer.methods import MeanField, Problem, Sghmc
 from bayesformer.model.calling import apply
@@ -87,6 +88,13 @@ def _sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -
     return sghmc.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
 
+def _diagonal_sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
+    """In units of one standard deviation per weight, with the thermometer of chains in such coordinates."""
+    theta = log_joint.shell.theta  # type: ignore[attr-defined]
+    root = Diagonal(torch.full_like(theta, 0.01))
+    return whitened.build(log_joint, root, lambda joint: sghmc.build(joint, 1e-1, 1 / num_data, 10.0))
+
+
 def _baoab(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     return baoab.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
@@ -102,6 +110,7 @@ def _ivon(log_joint: LogJoint, training: Training, steps: int, num_data: int) ->
 ALGORITHMS: dict[str, tuple[Callable[..., Transform], float]] = {
     "diagonal vi": (_vi, 1.2),
     "sghmc": (_sghmc, 1.05),
+    "sghmc, diagonal metric": (_diagonal_sghmc, 1.15),
     "baoab": (_baoab, 1.05),
     "sgld": (_sgld, 1.05),
     "ivon": (_ivon, 1.2),

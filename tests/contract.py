@@ -42,9 +42,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sghmc": {"draws": 1, "chains": 2},
     "sgnht": {"draws": 1, "chains": 2},
     "baoab": {"draws": 1, "chains": 2},
+    "tfb": {"draws": DRAWS, "anchors": 4, "samples": 2, "iterations": 3},
 } | {
     name: {"draws": DRAWS}
-    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace")
+    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace", "blob")
 }
 
 CERTAIN = ("mle", "map")

@@ -43,7 +43,7 @@ class AnchoredPrior:
         return -0.5 * ((theta - self.anchor).square() * self.diagonal).sum(-1)
 
     def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
-        """-Π (θ - a), times the scale."""
+        """Put -Π (θ - a), times the scale, into `grad`; the value times the scale is returned."""
         away = theta - self.anchor
         torch.mul(away, self.diagonal, out=grad)
         value = -0.5 * scale * (away * grad).sum(-1)
@@ -51,7 +51,7 @@ class AnchoredPrior:
         return value
 
     def precision(self, theta: Tensor) -> Tensor:
-        """(P,): Π, whatever θ."""
+        """(P,): the diagonal of Π, which is the same at every θ."""
         return self.diagonal.expand_as(theta)
 
     def precision_times(self, theta: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG002

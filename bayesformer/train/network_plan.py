@@ -38,7 +38,7 @@ class NetworkPlan:
 
     @property
     def cost(self) -> float:
-        """Epochs of one step."""
+        """Epochs of gradient evaluations in one step."""
         return step_cost(self.num_data, self.batch, self.longest, self.rows)
 
     @property
