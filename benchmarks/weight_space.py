@@ -13,8 +13,7 @@ from bayesformer.bench.tasks import TASKS, Task
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.core.vectors import THETA
-from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag, whitened
-from bayesformer.laws import Diagonal
+from bayesformer.inference import baoab, ivon, sghmc, sgld, vi_diag
 from bayesformer.layers.preparation import Preparation
 from bayesformer.methods import MeanField, Problem, Sghmc
 from bayesformer.model.calling import apply
@@ -89,10 +88,9 @@ def _sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -
 
 
 def _diagonal_sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
-    """In units of one standard deviation per weight, with the thermometer of chains in such coordinates."""
-    theta = log_joint.shell.theta  # type: ignore[attr-defined]
-    root = Diagonal(torch.full_like(theta, 0.01))
-    return whitened.build(log_joint, root, lambda joint: sghmc.build(joint, 1e-1, 1 / num_data, 10.0))
+    """In units of one standard deviation per weight."""
+    scale = {THETA: torch.full_like(log_joint.shell.theta, 0.1)}  # type: ignore[attr-defined]
+    return sghmc.build(log_joint, 1e-1, 1 / num_data, 10.0, scale=scale)
 
 
 def _baoab(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
