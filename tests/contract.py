@@ -42,6 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sghmc": {"draws": 1, "chains": 2},
     "sgnht": {"draws": 1, "chains": 2},
     "baoab": {"draws": 1, "chains": 2},
+    "hmc": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_leapfrogs": 4},
+    "nuts": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_depth": 2},
     "tfb": {"draws": DRAWS, "anchors": 4, "samples": 2, "iterations": 3},
 } | {
     name: {"draws": DRAWS}
@@ -53,10 +55,13 @@ CERTAIN = ("mle", "map")
 NO_ATTENTION = "must have softmax attention that can be replaced"
 NO_LINEAR = "must have a linear layer whose weight is learned"
 NO_DROPOUT = "needs a model with dropout"
+MOVING = "needs a log joint that stays the same; training passes of this model change buffers"
 REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},
     ("mc_dropout", "no_dropout"): NO_DROPOUT,
+    **{(method, kind): MOVING for method in ("hmc", "nuts") for kind in ("batch_norm", "own_buffers")},
+    **{(method, "own_noise"): "needs a model that is deterministic in evaluation mode" for method in ("hmc", "nuts")},
     **{("concrete_dropout", kind): NO_LINEAR for kind in ("geometric", "only_biases")},
 }
 """Cells that are refused before training, with what the error says."""

@@ -11,7 +11,7 @@ from bayesformer.core.vectors import THETA
 from bayesformer.inference import baoab, schedules, sghmc, sgld, sgnht, whitened
 from bayesformer.laws import Dense, Diagonal
 from bayesformer.methods import build_method, chain_run
-from bayesformer.methods.chain_checks import of_temperature
+from bayesformer.methods.langevin_checks import of_temperature
 from bayesformer.methods.pace import Pace, langevin_pace, momentum_pace, thermostat_pace
 from bayesformer.train.collect import Collect
 from bayesformer.train.coordinates import Coordinates

@@ -26,6 +26,8 @@ SMALL = {
     "concrete_dropout": {"draws": 3},
     "ivon": {"draws": 3, "lr": 0.1},
     "swag": {"draws": 3, "every": 1},
+    "hmc": {"draws": 2, "chains": 2, "warm_up": 3, "max_leapfrogs": 8},
+    "nuts": {"draws": 2, "chains": 2, "warm_up": 3, "max_depth": 3},
     **{name: {"draws": 3} for name in ("sgld", "psgld", "sghmc", "sgnht", "baoab", "vi", "ekf")},
 }
 FAST = bf.Training(epochs=4, batch_size=16, lr=0.02, warmup=5)
@@ -45,6 +47,9 @@ def fit(name, model=None, data=None, training=FAST, options=None, **settings):
     return bf.fit(
         model, data or blobs(60), likelihood="categorical", method=method, training=training, **(options or {})
     )
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")  # fits are as short as can be
 
 
 # --- every method ---------------------------------------------------------------------------------------------------

@@ -85,6 +85,11 @@ class Batches(ABC):
         """Whether reading an example was seen to draw random numbers (augmentation): it differs from epoch to epoch."""
         return False
 
+    @property
+    def restarts(self) -> bool:
+        """Whether every reading gives the examples from the first one on; only some streams do not."""
+        return True
+
     def require_num_data(self) -> int:
         """N, or an error that says how to give it."""
         if self.num_data is None:

@@ -36,6 +36,11 @@ class Mapped(Batches):
         """Whether reading the other data was seen to draw random numbers."""
         return self.data.is_random
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the other data can be read from the first example again."""
+        return self.data.restarts
+
     def fingerprint(self) -> str:
         """That of the other data: the change belongs to the model."""
         return self.data.fingerprint()

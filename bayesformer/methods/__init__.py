@@ -13,6 +13,7 @@ from bayesformer.core.errors import unknown_name
 from bayesformer.laplace.method import Laplace
 from bayesformer.methods.combined import Combined
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
+from bayesformer.methods.hamiltonian_chains import Hmc, Nuts
 from bayesformer.methods.layers import ConcreteDropout, MeanField
 from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
@@ -30,6 +31,7 @@ __all__ = [
     "ConcreteDropout",
     "Ekf",
     "Ensemble",
+    "Hmc",
     "Ivon",
     "Laplace",
     "MCDropout",
@@ -37,6 +39,7 @@ __all__ = [
     "MeanField",
     "Method",
     "Mle",
+    "Nuts",
     "Problem",
     "Psgld",
     "Sghmc",
@@ -62,6 +65,8 @@ METHODS: dict[str, type[Any]] = {
     "sghmc": Sghmc,
     "sgnht": Sgnht,
     "baoab": Baoab,
+    "hmc": Hmc,
+    "nuts": Nuts,
     "vi": Vi,
     "ivon": Ivon,
     "swag": Swag,

@@ -1,134 +1,183 @@
-"""What a sampler can say of its own chains: before they run, and from what they left behind."""
+"""What Hamiltonian chains say of themselves: numbers for a posterior's facts, and doubts where they are bad."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesformer.core.doubts import Doubt
-from bayesformer.core.seeds import generator
-from bayesformer.inference.diagnostics import effective_sample_size
-from bayesformer.inference.whitened import WhitenedState, configuration
-from bayesformer.methods.pace import Pace
-from bayesformer.train.coordinates import Coordinates
-from bayesformer.train.members import Fitted
+from bayesformer.core.types import Draws, Inputs
+from bayesformer.data.inputs import map_inputs
+from bayesformer.inference.diagnostics import (
+    effective_sample_size,
+    energy_information,
+    split_rhat,
+    tail_effective_sample_size,
+)
+from bayesformer.posterior import Posterior
 
-if TYPE_CHECKING:
-    from bayesformer.methods.chain_run import ChainRun
-
-FEWEST = 10.0  # independent draws that a forecast must promise
-SLOWEST = 3.0  # of them along the direction that the data determine least
-WORTH = 8.0  # effective draws, median over weights: below, 83 % of slow chains and 2 % of good ones
-HOT = 1.6  # configurational temperature: above, all chains that batches heated and no good one
-LOOKED_AT = 256  # weights whose draws are looked at
-ENOUGH = 20  # kept draws of a chain below which they cannot tell
+RHAT = 1.01  # Vehtari et al. (2021)
+RHAT_NOISE = 3.5 / 2  # the largest R-hat - 1 of some hundred quantities by chance, times the ESS of a half
+ESS = 100.0  # independent draws in all
+MISSING_ENERGY = 0.3  # E-BFMI
+SATURATED = 0.01  # share of trajectories that were cut
+LEAST = 4  # draws per chain below which nothing can be told
+EXAMPLES, OUTPUTS, LARGEST = 32, 200, 2**26  # training inputs, quantities and numbers that outputs are checked at
 
 
-def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[Doubt]:
-    """What the forecast says before a chain runs: too short, or with directions that it cannot reach."""
-    if run.method.temperature == 0 or run.method.cycles:
-        return []
-    kept = (1 - run.method.burn_in) * epochs * run.chains
-    typical = kept / pace.integrated()
-    if found.regime == "network":
-        return [_network(pace, kept)]
-    doubts = []
-    if typical < FEWEST:
-        needed = math.ceil(FEWEST * pace.integrated() / (1 - run.method.burn_in))
+@dataclass(frozen=True)
+class ChainRecord:
+    """The transitions of all chains after the warm-up, each (C, S)."""
+
+    log_joint: Tensor
+    acceptance: Tensor
+    leapfrogs: Tensor
+    divergent: Tensor
+    energy: Tensor
+    cut: Tensor  # 1 where a trajectory was as long as it may be
+    all_leapfrogs: int  # with those of the warm-up
+    step_sizes: list[float]
+
+    @classmethod
+    def of(cls, histories: Sequence[Sequence[dict[str, list[float]]]], warm_up: int, longest: int) -> ChainRecord:
+        """From what the training loop noted of every transition; `longest` leapfrogs are a trajectory that was cut."""
+
+        def column(name: str) -> Tensor:
+            rows = [[entry[name][0] for entry in history[warm_up:]] for history in histories]
+            return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+        leapfrogs = column("leapfrogs")
+        return cls(
+            column("log_joint"),
+            column("acceptance"),
+            leapfrogs,
+            column("divergent"),
+            column("energy"),
+            (leapfrogs >= longest).double(),
+            int(sum(entry["leapfrogs"][0] for history in histories for entry in history)),
+            [history[-1]["step_size"][0] for history in histories],
+        )
+
+
+def output_traces(posterior: Posterior, inputs: Inputs, chains: int) -> Tensor | None:
+    """(C, S, Q): outputs on some training inputs under all draws; None where a single example has too many."""
+    one = posterior.outputs(map_inputs(inputs, lambda x: x[:1]), draws=1)
+    assert isinstance(one, Draws)
+    each = one.values[0].numel() * posterior.draws
+    if each > LARGEST:
+        return None
+    count = max(1, min(EXAMPLES, LARGEST // each))
+    found = posterior.outputs(map_inputs(inputs, lambda x: x[:count]))
+    assert isinstance(found, Draws)
+    values = found.values.flatten(1).unflatten(0, (chains, -1))
+    step = -(-values.shape[-1] // OUTPUTS)
+    return values[..., ::step]
+
+
+def examine(record: ChainRecord, outputs: Tensor | None) -> tuple[dict[str, Any], list[Doubt]]:
+    """Numbers by name, for a posterior's facts, and what they give reason to doubt."""
+    chains, length = record.energy.shape
+    found: dict[str, Any] = {
+        "transitions": length,
+        "leapfrogs": record.all_leapfrogs,
+        "acceptance": record.acceptance.mean().item(),
+        "step_size": record.step_sizes,
+        "divergences": int(record.divergent.sum()),
+        "cut_trajectories": record.cut.mean().item(),
+    }
+    doubts = _trajectories(found, chains * length)
+    if length < LEAST:
+        return found, doubts
+    found["energy_information"] = energy_information(record.energy).tolist()
+    doubts += _energy(found["energy_information"])
+    for name, traces in (("log_joint", record.log_joint.unsqueeze(-1)), ("outputs", outputs)):
+        if traces is None or traces.shape[1] < LEAST:
+            continue
+        found |= {f"{key}_{name}": value for key, value in _convergence(traces).items()}
+        doubts += _agreement(found, name, 2 * chains)
+    return found, doubts
+
+
+def _convergence(traces: Tensor) -> dict[str, float]:
+    """The worst R-hat and effective sample sizes over the quantities that move."""
+    rhat, bulk, tail = split_rhat(traces), effective_sample_size(traces), tail_effective_sample_size(traces)
+    return {"rhat": _worst(rhat, True), "ess_bulk": _worst(bulk, False), "ess_tail": _worst(tail, False)}
+
+
+def _worst(values: Tensor, largest: bool) -> float:
+    known = values[~values.isnan()]
+    return math.nan if not len(known) else (known.max() if largest else known.min()).item()
+
+
+def _trajectories(found: dict[str, Any], transitions: int) -> list[Doubt]:
+    doubts, diverged = [], found["divergences"]
+    if diverged:
         doubts.append(
             Doubt(
-                "length",
-                f"{epochs * run.chains} epochs of sampling are worth about {typical:.1f} independent draws; "
-                f"{needed} epochs would be worth {FEWEST:.0f}. Raise {run.name}.epochs, or leave it at 'auto'.",
-                typical,
-                FEWEST,
+                "divergences",
+                f"{diverged} of {transitions} trajectories diverged: the posterior has places too narrow for the step "
+                "size, and the draws avoid them. Raise target (towards 0.99), use precision='float64' or a prior with "
+                "less room.",
+                diverged,
+                0,
             )
         )
-    slowest = None if found.smallest is None else kept / pace.integrated(found.smallest)
-    if slowest is not None and slowest < SLOWEST <= typical:
+    if found["cut_trajectories"] > SATURATED:
         doubts.append(
             Doubt(
-                "slow directions",
-                "Directions the data determine weakly have not been explored: the slowest one gets about "
-                f"{slowest:.2g} independent draws. Use Sghmc or Baoab, whose coordinates follow such directions, or "
-                f"raise {run.name}.epochs.",
-                slowest,
-                SLOWEST,
+                "trajectory length",
+                f"{found['cut_trajectories']:.0%} of the trajectories reached the largest length allowed: draws are "
+                "correlated more than they need be. Raise max_depth (NUTS) or max_leapfrogs (HMC), or use "
+                "metric='dense' or a longer warm_up.",
+                found["cut_trajectories"],
+                SATURATED,
             )
         )
     return doubts
 
 
-def _network(pace: Pace, kept: float) -> Doubt:
-    """In a network every chain of this kind is short: how short, in units of the prior's scale."""
-    worth = kept * pace.time / 3 if pace.friction is not None else kept * pace.time / 2
-    return Doubt(
-        "regime",
-        "This is a network: draws around its mode are not draws of its posterior, and this chain is worth about "
-        f"{worth:.2g} independent ones: outside the data its spread is far too small. "
-        + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
-        worth,
-        FEWEST,
-    )
-
-
-def of_draws(run: ChainRun, fitted: Fitted, pace: Pace | None = None) -> list[Doubt]:
-    """Whether the draws of the weights are worth as many independent ones as they must be."""
-    draws = fitted.draws  # (C, S, P)
-    if draws is None or draws.shape[1] < ENOUGH or run.method.temperature == 0 or run.method.cycles:
+def _energy(information: list[float]) -> list[Doubt]:
+    lowest = min(information)
+    if not lowest < MISSING_ENERGY:
         return []
-    worth = median_worth(draws)
-    if not worth < WORTH:
-        return []
-    promised = "" if pace is None else f" where {_promised(run, fitted, pace):.0f} were to be expected"
     return [
         Doubt(
-            "effective draws",
-            f"The draws are worth only {worth:.1f} independent ones for half of the weights{promised}: the chain moves "
-            f"too slowly. Raise {run.name}.epochs"
-            + (", or leave lr at 'auto'." if run.is_plain else ", or use Sghmc or Baoab."),
-            worth,
-            WORTH,
+            "energy",
+            f"the chains' energy moves slowly (E-BFMI {lowest:.2f}, below {MISSING_ENERGY}): tails of the posterior "
+            "may be missing. Use a longer warm_up and more draws, or another parametrisation or prior.",
+            lowest,
+            MISSING_ENERGY,
         )
     ]
 
 
-def _promised(run: ChainRun, fitted: Fitted, pace: Pace) -> float:
-    epochs = sum(fitted.facts["steps"]) / run.per_epoch
-    return (1 - run.method.burn_in) * epochs / pace.integrated()
-
-
-def median_worth(draws: Tensor) -> float:
-    """The median over some weights of the effective number of draws (C, S, P), but for weights that stand still."""
-    source = generator(0, "effective draws")
-    chosen = torch.randperm(draws.shape[-1], generator=source, device="cpu")[:LOOKED_AT].to(draws.device)
-    found = effective_sample_size(draws[..., chosen])
-    found = found[~found.isnan()]
-    return float(found.median()) if len(found) else math.nan
-
-
-def temperature(run: ChainRun, fitted: Fitted) -> float | None:
-    """The configurational temperature of all chains, in units of the one that was asked for; None at temperature 0."""
-    asked = run.method.temperature / run.problem.num_data
-    states = [state for state in fitted.states if isinstance(state, WhitenedState)]
-    if not asked or not states or run.method.cycles:
-        return None
-    return float(torch.cat([configuration(state).reshape(-1) for state in states]).double().mean() / asked)
-
-
-def of_temperature(heat: float | None) -> list[Doubt]:
-    """Whether the noise of the batches has heated the chains."""
-    if heat is None or not heat > HOT:
+def _agreement(found: dict[str, Any], name: str, halves: int) -> list[Doubt]:
+    what = "the log joint" if name == "log_joint" else "outputs on training inputs"
+    size = min(found[f"ess_bulk_{name}"], found[f"ess_tail_{name}"])
+    if size < ESS:
+        return [
+            Doubt(
+                "chain length",
+                f"the chains are worth {size:.0f} independent draws of {what}, below {ESS:.0f}: means and spreads are "
+                "known roughly. Take more transitions (draws, thin), or a longer warm_up.",
+                size,
+                ESS,
+            )
+        ]
+    limit, rhat = max(RHAT, 1 + RHAT_NOISE * halves / size), found[f"rhat_{name}"]
+    if not rhat > limit:
         return []
     return [
         Doubt(
-            "temperature",
-            f"The chain ran at {heat:.1f} times its temperature, heated by the noise of its batches: its spread is too "
-            "wide. Use larger batches (training.batch_size).",
-            heat,
-            HOT,
+            "chains disagree",
+            f"chains disagree about {what} (R-hat {rhat:.3f}, above {limit:.3f}): they have not reached the same "
+            "posterior. Use a longer warm_up and more draws.",
+            rhat,
+            limit,
         )
     ]

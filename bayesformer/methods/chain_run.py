@@ -17,7 +17,7 @@ from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import schedules, whitened
 from bayesformer.inference.affine import Root
 from bayesformer.inference.schedules import Schedule
-from bayesformer.methods import chain_checks
+from bayesformer.methods import langevin_checks
 from bayesformer.methods.pace import MOST_EPOCHS, Pace
 from bayesformer.posterior import Posterior
 from bayesformer.train.collect import Collect
@@ -134,7 +134,7 @@ class ChainRun:
 
     @cached_property
     def per_epoch(self) -> float:
-        """Steps in one epoch."""
+        """How many steps one epoch has, N/n rounded up."""
         return float(Stage(self.prototype, self.name, replace(self.problem.training, epochs=1, max_steps=None)).steps)
 
     def sampling(self, epochs: int) -> Training:
@@ -168,7 +168,7 @@ class ChainRun:
             self.collect(self.steps(self.epochs_per_chain(most)))
 
     def draws(self, steps: int) -> int:
-        """States kept of each chain."""
+        """How many states are kept of a chain of this many steps."""
         if self.method.draws != "auto":
             return self.method.draws
         wanted = -(-KEPT // self.chains)
@@ -195,7 +195,7 @@ class ChainRun:
         return Collect.spread(steps, burn_in, count)
 
     def stage(self, part: SubsetStage, training: Training, build: BuildTransform) -> Stage:
-        """The stage that samples."""
+        """The stage of the fit in which the chains run."""
         return Stage(
             self.prototype,
             self.name,
@@ -246,7 +246,7 @@ def plain_chains(run: ChainRun) -> Posterior:
         training = shortened(run.problem.training, training.epochs / run.problem.training.epochs)
     fitted = fit_stage(run.stage(part, training, PlainBuild(method)), run.chains)
     more = {} if decrement is None else {"decrement": decrement}
-    return run.posterior(part, fitted, of_mode(decrement) + chain_checks.of_draws(run, fitted), **more)
+    return run.posterior(part, fitted, of_mode(decrement) + langevin_checks.of_draws(run, fitted), **more)
 
 
 def network_epochs(run: ChainRun) -> int:
@@ -273,14 +273,14 @@ def whitened_chains(run: ChainRun, found: Coordinates, recipe: int | None = None
     if friction != "auto":
         pace = replace(pace, friction=friction * math.sqrt(run.problem.num_data))
     training = run.sampling(run.epochs_per_chain(pace.epochs if recipe is None else recipe))
-    before = chain_checks.before(run, found, pace, training.epochs)
+    before = langevin_checks.before(run, found, pace, training.epochs)
     for doubt in before:
         log.warning(doubt.sentence)
     fitted = fit_stage(run.stage(part, training, WhitenedBuild(method, found.root, pace)), run.chains)
-    doubts = of_mode(found.decrement) + before + chain_checks.of_draws(run, fitted, pace)
+    doubts = of_mode(found.decrement) + before + langevin_checks.of_draws(run, fitted, pace)
     made = {"step": pace.step, "friction": pace.friction, "time_per_epoch": pace.time, "epochs": training.epochs}
-    heat = chain_checks.temperature(run, fitted)
-    doubts += chain_checks.of_temperature(heat)
+    heat = langevin_checks.temperature(run, fitted)
+    doubts += langevin_checks.of_temperature(heat)
     return run.posterior(part, fitted, doubts, coordinates={**found.facts, **made, "temperature": heat})
 
 

@@ -32,7 +32,7 @@ class Pace:
 
     @property
     def time(self) -> float:
-        """Units of time per epoch, h m."""
+        """Units of time that an epoch takes a chain, h m."""
         return self.step * self.per_epoch
 
     def integrated(self, curvature: float = 1.0) -> float:

@@ -24,6 +24,7 @@ from bayesformer.core.effort import note
 from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.core.vectors import THETA
+from bayesformer.data.all_data import WholeData
 from bayesformer.layers import has_random_parts, kl_divergence
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.calling import apply
@@ -131,9 +132,15 @@ class Objective:
         value, outputs = self._pure(self.shell.space.views(theta), batch, None, buffers)
         return value + self.prior.log_prob(theta) / self.num_data, outputs.detach()
 
-    def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
-        """Value, outputs and gradient; the gradient's memory is reused by the next call."""
+    def value_and_grad(self, params: Params, batch: Batch | WholeData) -> tuple[Tensor, Tensor, Params]:
+        """Value, outputs and gradient; the gradient's memory is reused by the next call.
+
+        For `WholeData` they are those of all examples, evaluated chunk by chunk; outputs are then left out: empty.
+        """
         theta = params[THETA]
+        if isinstance(batch, WholeData):
+            value, gradient = self.over(params, batch)
+            return value, value.new_empty(0), gradient
         if theta.dim() > 1:
             return self._batched(theta, batch)
         total = self._begin(theta)
