@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments, by default those of the process; returns the exit code."""
     arguments = parser().parse_args(argv)
     verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
-    verb = {**verbs, "results": results, "reference": reference, "data": data}[arguments.verb]
+    verb = {**verbs, "results": results, "reference": reference, "data": data, "generate": generate}[arguments.verb]
     try:
         return verb(arguments)
     except BrokenPipeError:
@@ -170,10 +170,39 @@ def predict(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def generate(arguments: argparse.Namespace) -> int:
+    """`bayesformer generate`: continue a prompt, coloured by epistemic uncertainty, and write the page if asked for."""
+    from bayesformer.generation.terminal import Streamer, read_model
+    from bayesformer.generation.token_page import page
+    from bayesformer.posterior import Posterior
+
+    if arguments.html is not None:
+        _check_file(arguments.html, "--html")
+    model, tokenizer = read_model(arguments.model, arguments.gguf)
+    found = Posterior.load(arguments.posterior, model).generate(
+        arguments.prompt,
+        arguments.draws,
+        max_new_tokens=arguments.max_new_tokens,
+        do_sample=arguments.sample,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        tokenizer=tokenizer,
+        on_step=Streamer(tokenizer),
+    )
+    total, epistemic = float(found.mean("total")[0]), float(found.mean("epistemic")[0])
+    told = f"{total:.3f} nats per token, {epistemic:.3f} of it epistemic"
+    print(f"\n\n{int(found.lengths[0])} tokens, {found.draws} draws: {told}")
+    if arguments.html is not None:
+        arguments.html.write_text(page(found), encoding="utf-8")
+        print(f"wrote {arguments.html}")
+    return 0
+
+
 def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
-    return {**verbs, "fidelity": _study_fidelity}[arguments.name](arguments)
+    return {**verbs, "fidelity": _study_fidelity, "weights": _study_weights}[arguments.name](arguments)
 
 
 def results(arguments: argparse.Namespace) -> int:
@@ -269,6 +298,41 @@ def _study_fidelity(arguments: argparse.Namespace) -> int:
     results = _read_results(arguments.results).results
     print(fidelity_cost.table(results))
     print(f"figure: {fidelity_cost.figure(results, target)}")
+    return 0
+
+
+def _study_weights(arguments: argparse.Namespace) -> int:
+    """Train or find the networks, then write statistics, figures and priors."""
+    from bayesformer.core.progress import bars
+    from bayesformer.datasets.places import cache_folder
+    from bayesformer.study import weight_figures, weight_study
+    from bayesformer.study.weight_networks import train_networks
+
+    groups = _merge({}, arguments.set)
+    if unknown := set(groups) - {arguments.task, "training"}:
+        raise ValueError(f"--set must be of {arguments.task} or training; got {unknown.pop()!r}.")
+    if arguments.out is not None:
+        _check_file(arguments.out, "--out")
+    folder = arguments.folder or cache_folder() / "networks"
+    with _threads(arguments.threads), bars(False if arguments.quiet else None) as reporter:
+        trained = train_networks(
+            arguments.task,
+            arguments.networks,
+            folder,
+            groups.get(arguments.task),
+            groups.get("training"),
+            reporter,
+        )
+        print(f"{arguments.task}: {len(trained.theta)} networks of {trained.space.size} weights in {folder}/")
+        if arguments.train_only:
+            return 0
+        study = weight_study.study_weights(trained, reporter=reporter)
+    stem = arguments.task.replace("/", "-")
+    print(weight_study.table(study))
+    print(f"statistics: {weight_study.write(study, arguments.results / f'{stem}.json')}")
+    print(f"priors: {weight_study.write_priors(study, arguments.out or arguments.results / f'{stem}.toml')}")
+    for path in weight_figures.draw_all(study, arguments.results):
+        print(f"figure: {path}")
     return 0
 
 

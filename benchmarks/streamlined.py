@@ -48,7 +48,7 @@ def against_draws(label: str, build: Callable[[], nn.Module], inputs: Inputs) ->
     return Comparison(
         f"streamlined diagonal over 50 draws, {label}",
         lambda: streamlined_outputs(model, space, weights, [inputs]),
-        lambda: posterior.outputs(inputs, 50, workers=1, strategy="looped"),
+        lambda: posterior.outputs(inputs, 50, strategy="looped"),
         0.1,
         rounds=7,
     )

@@ -42,12 +42,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sghmc": {"draws": 1, "chains": 2},
     "sgnht": {"draws": 1, "chains": 2},
     "baoab": {"draws": 1, "chains": 2},
+    "vi": {"draws": DRAWS, "epochs": 2},
+    "ivon": {"draws": DRAWS, "epochs": 2},
     "hmc": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_leapfrogs": 4},
     "nuts": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_depth": 2},
     "tfb": {"draws": DRAWS, "anchors": 4, "samples": 2, "iterations": 3},
 } | {
     name: {"draws": DRAWS}
-    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace", "blob")
+    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "ekf", "laplace", "blob")
 }
 
 CERTAIN = ("mle", "map")
@@ -70,7 +72,7 @@ NO_RULE = "no rule says how variance passes through it"
 REFUSED_WAYS: dict[tuple[str, str], str] = {
     **{
         ("streamlined", kind): NO_RULE
-        for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5")
+        for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5", "dora")
     },
     ("streamlined", "bfloat16_base"): "the model casts to half precision by itself",
 }

@@ -36,10 +36,10 @@ def test_rules_hold_for_what_their_words_say(rule):
         ("vi", {"draws": 2.5}, "vi.draws must be a whole number of at least 1; got 2.5."),
         ("sghmc", {"warm_up": 1.0}, "sghmc.warm_up must be at least 0 and less than 1, or none; got 1.0."),
         ("sghmc", {"lr": math.inf}, "sghmc.lr must be a finite number greater than 0, or 'auto'; got inf."),
-        ("ivon", {"decay": 1.0}, "ivon.decay must be strictly between 0 and 1; got 1.0."),
+        ("ivon", {"decay": 1.0}, "ivon.decay must be strictly between 0 and 1, or 'auto'; got 1.0."),
         ("mean_field", {"draws": 0}, "mean_field.draws must be a whole number of at least 1; got 0."),
         ("concrete_dropout", {"high": 0.01}, "concrete_dropout.high must be at least 0.05 and less than 1; got 0.01."),
-        ("vi", {"log_sd": math.nan}, "vi.log_sd must be a finite number; got nan."),
+        ("vi", {"log_sd": math.nan}, "vi.log_sd must be a finite number, or 'auto'; got nan."),
         (
             "swag",
             {"predictive": "x"},

@@ -52,6 +52,11 @@ def above(low: float, finite: bool = False) -> SettingRule:
     return SettingRule(words, lambda v: _number(v) and v > low and not (finite and math.isinf(v)))
 
 
+def or_auto(rule: SettingRule) -> SettingRule:
+    """What a rule says, or the word "auto": the library then derives the value from the problem."""
+    return SettingRule(f"{rule.words}, or 'auto'", lambda v: v == "auto" or rule.holds(v))
+
+
 def finite() -> SettingRule:
     """Any number but infinities and NaN."""
     return SettingRule("a finite number", lambda v: _number(v) and math.isfinite(v))

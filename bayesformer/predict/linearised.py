@@ -104,7 +104,7 @@ class Linearised:
         if self.capture is None:
             mean = self._without_spread(inputs).mean
             return mean, mean.new_zeros(mean.numel(), mean.numel())
-        outputs, sites = self.capture(inputs)
+        outputs, sites = self.capture.adapting(inputs)
         mean = outputs.detach().to(self.space.dtype)
         covariance = mean.new_zeros(mean.numel(), mean.numel())
         slopes = backpropagate(sites, outputs, one_hot(outputs, 0, outputs[0].numel()))
@@ -160,12 +160,12 @@ class Linearised:
     def _captured(self, inputs: Inputs) -> BatchSites:
         assert self.capture is not None
         if self.found.final is None:
-            outputs, sites = self.capture(inputs)
+            outputs, sites = self.capture.adapting(inputs)
             return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, None)
         seen: list[tuple[Tensor, Tensor]] = []
         hook = self.found.final.module.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
         try:
-            outputs, sites = self.capture(inputs)
+            outputs, sites = self.capture.adapting(inputs)
         finally:
             hook.remove()
         features, out = seen[-1] if seen else (None, None)

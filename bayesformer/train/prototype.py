@@ -18,7 +18,7 @@ from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
-from bayesformer.model.probe import Probe, probe
+from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
@@ -86,7 +86,7 @@ class Prototype:
     def probed(self) -> Probe:
         """What a training pass does: weights it leaves out, buffers it changes."""
         shell = self.skeleton.shell()
-        found = probe(shell, self.trial_batch.inputs, training=True)
+        found = probe_training(shell, self.trial_batch.inputs)
         by_kl = family_weights(self.prepared)  # the KL of attention may depend on them
         unused = [name for name in found.unused if name not in by_kl]
         if unused:
