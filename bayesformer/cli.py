@@ -202,7 +202,8 @@ def generate(arguments: argparse.Namespace) -> int:
 def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
-    return {**verbs, "fidelity": _study_fidelity, "weights": _study_weights}[arguments.name](arguments)
+    verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars}
+    return verbs[arguments.name](arguments)
 
 
 def results(arguments: argparse.Namespace) -> int:
@@ -255,9 +256,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
     from bayesformer.reference.checking import check
     from bayesformer.reference.making import make
 
+    if arguments.workers < 1:
+        raise ValueError(f"--workers must be at least 1; got {arguments.workers}.")
     for name in expand(arguments.problems, PROBLEMS, "reference problem"):
         with _threads(1), bars(False if arguments.quiet else None) as reporter:
-            print(f"wrote {make(name, arguments.folder, reporter)}")
+            print(f"wrote {make(name, arguments.folder, reporter, arguments.workers)}")
         print("\n".join(f"  {finding.sentence}" for finding in check(name, arguments.folder)))
     return 0
 
@@ -265,8 +268,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
 def _reference_list(arguments: argparse.Namespace) -> int:
     """Print every problem, and what is stored of it."""
     from bayesformer.reference import PROBLEMS
-    from bayesformer.reference.checking import state
+    from bayesformer.reference.checking import state, table
 
+    if arguments.markdown:
+        print(table(arguments.folder))
+        return 0
     for name, build in PROBLEMS.items():
         print(f"{name:<20}{build().description}\n{'':<20}{state(name, arguments.folder)}")
     return 0
@@ -296,8 +302,22 @@ def _study_fidelity(arguments: argparse.Namespace) -> int:
     target = arguments.output or arguments.results / "fidelity.svg"
     _check_file(target, "--output")
     results = _read_results(arguments.results).results
-    print(fidelity_cost.table(results))
+    print(fidelity_cost.overview(results) if arguments.brief else fidelity_cost.table(results))
     print(f"figure: {fidelity_cost.figure(results, target)}")
+    return 0
+
+
+def _study_bars(arguments: argparse.Namespace) -> int:
+    """Run the fits that are missing and print how near to known posteriors they are."""
+    from bayesformer.study import bars
+
+    _check_file(arguments.output, "--output")
+    chosen, methods = ([part.strip() for part in text.split(",")] for text in (arguments.problems, arguments.methods))
+    seeds = _seed_list(arguments.seeds)
+    rows = bars.run(chosen, methods, seeds, arguments.output, lambda line: print(line, file=sys.stderr))
+    print(bars.table(rows))
+    print()
+    print(bars.alarms(rows))
     return 0
 
 

@@ -209,6 +209,7 @@ def _add_reference(verbs: Any) -> None:
         "was interrupted resumes when called again. sentence-head needs BAYESFORMER_DATA and its encoder.",
     )
     listing = names.add_parser("list", help="all problems, and what is stored of them")
+    listing.add_argument("--markdown", action="store_true", help="what is stored as one table")
     check = names.add_parser(
         "check",
         help="check what is stored",
@@ -216,6 +217,7 @@ def _add_reference(verbs: Any) -> None:
         "the weights that are kept must give the outputs that are kept. Returns 1 if anything is not so.",
     )
     make.add_argument("problems", nargs="+", metavar="NAME", help="names or patterns, e.g. gap-mlp 'linear-*'")
+    make.add_argument("--workers", type=int, default=1, help="chains at once, in worker processes if more than 1 (1)")
     make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
     check.add_argument("problems", nargs="*", metavar="NAME", help="names or patterns (all that are stored)")
     for action in (make, listing, check):
@@ -284,6 +286,18 @@ def _add_study(verbs: Any) -> None:
     )
     distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
     distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
+    distance.add_argument("--brief", action="store_true", help="one row per method instead of one table per problem")
+    bars = names.add_parser(
+        "bars",
+        help="do one-line calls give the posterior?",
+        description="Fits methods with nothing set to problems whose posterior is known, unless the file holds that "
+        "already, and prints errors of means, ratios of standard deviations, whether the bar holds, and how many right "
+        "and wrong fits doubted themselves.",
+    )
+    bars.add_argument("--problems", default="*", help="patterns of names, e.g. 'linear*,logistic*' (*)")
+    bars.add_argument("--methods", default="*", help="patterns of names, e.g. 'sg*,laplace kron' (*)")
+    bars.add_argument("--seeds", type=int, default=5, help="data sets and fits of each (5)")
+    bars.add_argument("--output", type=Path, default=Path("results/bars/bars.json"), help="(results/bars/bars.json)")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",
