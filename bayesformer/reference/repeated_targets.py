@@ -63,6 +63,8 @@ class RepeatedGapNetwork(GapNetwork):
 class RepeatedCausalSeries(CausalSeries):
     """A causal transformer of about two thousand weights, ten sets of targets for each of 100 series; long HMC."""
 
+    examples: int = 100
+    """training series that differ"""
     repeats: int = 10
     """sets of targets for each series"""
 
