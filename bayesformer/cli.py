@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments, by default those of the process; returns the exit code."""
     arguments = parser().parse_args(argv)
     verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
-    verb = {**verbs, "results": results, "reference": reference, "data": data}[arguments.verb]
+    verb = {**verbs, "results": results, "reference": reference, "data": data, "generate": generate}[arguments.verb]
     try:
         return verb(arguments)
     except BrokenPipeError:
@@ -170,6 +170,35 @@ def predict(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def generate(arguments: argparse.Namespace) -> int:
+    """`bayesformer generate`: continue a prompt, coloured by epistemic uncertainty, and write the page if asked for."""
+    from bayesformer.generation.terminal import Streamer, read_model
+    from bayesformer.generation.token_page import page
+    from bayesformer.posterior import Posterior
+
+    if arguments.html is not None:
+        _check_file(arguments.html, "--html")
+    model, tokenizer = read_model(arguments.model, arguments.gguf)
+    found = Posterior.load(arguments.posterior, model).generate(
+        arguments.prompt,
+        arguments.draws,
+        max_new_tokens=arguments.max_new_tokens,
+        do_sample=arguments.sample,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        tokenizer=tokenizer,
+        on_step=Streamer(tokenizer),
+    )
+    total, epistemic = float(found.mean("total")[0]), float(found.mean("epistemic")[0])
+    told = f"{total:.3f} nats per token, {epistemic:.3f} of it epistemic"
+    print(f"\n\n{int(found.lengths[0])} tokens, {found.draws} draws: {told}")
+    if arguments.html is not None:
+        arguments.html.write_text(page(found), encoding="utf-8")
+        print(f"wrote {arguments.html}")
+    return 0
+
+
 def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
@@ -228,9 +257,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
     from bayesformer.reference.checking import check
     from bayesformer.reference.making import make
 
+    if arguments.workers < 1:
+        raise ValueError(f"--workers must be at least 1; got {arguments.workers}.")
     for name in expand(arguments.problems, PROBLEMS, "reference problem"):
         with _threads(1), bars(False if arguments.quiet else None) as reporter:
-            print(f"wrote {make(name, arguments.folder, reporter)}")
+            print(f"wrote {make(name, arguments.folder, reporter, arguments.workers)}")
         print("\n".join(f"  {finding.sentence}" for finding in check(name, arguments.folder)))
     return 0
 
@@ -238,8 +269,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
 def _reference_list(arguments: argparse.Namespace) -> int:
     """Print every problem, and what is stored of it."""
     from bayesformer.reference import PROBLEMS
-    from bayesformer.reference.checking import state
+    from bayesformer.reference.checking import state, table
 
+    if arguments.markdown:
+        print(table(arguments.folder))
+        return 0
     for name, build in PROBLEMS.items():
         print(f"{name:<20}{build().description}\n{'':<20}{state(name, arguments.folder)}")
     return 0
@@ -269,7 +303,7 @@ def _study_fidelity(arguments: argparse.Namespace) -> int:
     target = arguments.output or arguments.results / "fidelity.svg"
     _check_file(target, "--output")
     results = _read_results(arguments.results).results
-    print(fidelity_cost.table(results))
+    print(fidelity_cost.overview(results) if arguments.brief else fidelity_cost.table(results))
     print(f"figure: {fidelity_cost.figure(results, target)}")
     return 0
 

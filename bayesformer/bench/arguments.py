@@ -24,6 +24,8 @@ examples:
       one table over all tasks
   bayesformer predict runs/posteriors/toy-m1/ensemble-1a2b3c4d/seed0 series.csv
       predictions of a stored posterior for the rows of a file, as CSV
+  bayesformer generate my-model/ --posterior my-posterior/ "The capital of France is" --html page.html
+      continue text with a posterior over a language model; tokens that its draws disagree about are coloured
   bayesformer study cold --tasks toy/m1
       log-likelihood against temperature, as a figure
   bayesformer study cost runs/
@@ -57,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"bayesformer {__version__}")
     verbs = main_parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    first = (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study)
+    first = (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_generate, _add_study)
     for add in (*first, _add_data, _add_results, _add_reference):
         add(verbs)
     return main_parser
@@ -211,6 +213,7 @@ def _add_reference(verbs: Any) -> None:
         "was interrupted resumes when called again. sentence-head needs BAYESFORMER_DATA and its encoder.",
     )
     listing = names.add_parser("list", help="all problems, and what is stored of them")
+    listing.add_argument("--markdown", action="store_true", help="what is stored as one table")
     check = names.add_parser(
         "check",
         help="check what is stored",
@@ -218,10 +221,32 @@ def _add_reference(verbs: Any) -> None:
         "the weights that are kept must give the outputs that are kept. Returns 1 if anything is not so.",
     )
     make.add_argument("problems", nargs="+", metavar="NAME", help="names or patterns, e.g. gap-mlp 'linear-*'")
+    make.add_argument("--workers", type=int, default=1, help="chains at once, in worker processes if more than 1 (1)")
     make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
     check.add_argument("problems", nargs="*", metavar="NAME", help="names or patterns (all that are stored)")
     for action in (make, listing, check):
         action.add_argument("--folder", type=Path, help="folder of the references (see above)")
+
+
+def _add_generate(verbs: Any) -> None:
+    generate = verbs.add_parser(
+        "generate",
+        help="continue text with a posterior over a language model",
+        description="Continues a prompt with a causal language model of transformers and a posterior over its weights "
+        "or adapters. Each token comes from the probabilities averaged over draws; the more the draws disagree about "
+        "it, the stronger it is coloured (grey, yellow, orange, red). A line below sums up the whole answer.",
+    )
+    generate.add_argument("model", help="folder of the base model and its tokenizer, as transformers saves them")
+    generate.add_argument("prompt", help="the text to continue")
+    generate.add_argument("--posterior", type=Path, required=True, help="folder of a saved posterior")
+    generate.add_argument("--gguf", help="name of a GGUF file in the model's folder to read it from")
+    generate.add_argument("--draws", type=int, default=8, help="draws of the weights (8)")
+    generate.add_argument("--max-new-tokens", type=int, default=64, help="tokens to write, at most (64)")
+    generate.add_argument("--sample", action="store_true", help="draw tokens instead of taking the most probable one")
+    generate.add_argument("--temperature", type=float, default=1.0, help="of drawn tokens (1)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability in all (1)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    generate.add_argument("--html", type=Path, help="also write a page that shows every draw's alternatives at a tap")
 
 
 def _add_study(verbs: Any) -> None:
@@ -265,6 +290,7 @@ def _add_study(verbs: Any) -> None:
     )
     distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
     distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
+    distance.add_argument("--brief", action="store_true", help="one row per method instead of one table per problem")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",
