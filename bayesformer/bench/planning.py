@@ -151,7 +151,7 @@ def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
     """
     found = []
     for entry in methods:
-        table = {"name": entry} if isinstance(entry, str) else dict(entry)
+        table: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
         if "name" not in table:
             raise ValueError(f"methods must be names or tables with a name; got {table}.")
         names, seeds = expand([table.pop("name")], METHODS, "method"), table.pop("seeds", None)

@@ -57,7 +57,7 @@ def curve(results: Sequence[Mapping[str, Any]]) -> dict[float | None, tuple[floa
 
 
 def figure(results: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """One panel per task."""
+    """Write one panel per task: VI by the scale of its prior, and the MLE."""
     tasks = sorted({result["task"] for result in results})
     if not tasks:
         raise ValueError("results must hold at least one result; got none.")

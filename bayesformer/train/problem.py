@@ -38,7 +38,7 @@ class Models:
         return self.models[0]
 
     def of(self, member: int) -> nn.Module:
-        """The model of a member."""
+        """The model that a member starts from."""
         return self.models[member % len(self.models)]
 
 
