@@ -16,7 +16,8 @@ from transformers import (
 )
 
 import bayesformer as bf
-from bayesformer import evaluate
+from bayesformer import cli, evaluate
+from bayesformer.generation.terminal import SHADES, shade_of
 from bayesformer.laws import GaussianLaw, Samples
 
 WORDS = [
@@ -212,3 +213,32 @@ def test_wrong_use_is_refused(tmp_path):
         bf.hf.encode_questions(QUESTIONS, object())
     with pytest.raises(ValueError, match="likelihood must be given for a Linear"):
         bf.hf.likelihood_of(torch.nn.Linear(1, 1))
+
+
+def test_the_command_streams_and_writes_a_page(tmp_path, capsys):
+    data = bf.hf.encode(SENTENCES, tokenizer(), label=None)
+    for row in data:
+        row["labels"] = list(row["input_ids"])
+    torch.manual_seed(0)
+    ends = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=2, **ends)).eval()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    posterior = bf.fit(model, data, likelihood=bf.NextToken(), method=bf.Ensemble(2), training=SHORT)
+    posterior.save(tmp_path / "posterior")
+    page = tmp_path / "page.html"
+    call = ["generate", str(tmp_path / "model"), "the cat", "--posterior", str(tmp_path / "posterior"), "--draws", "2"]
+    assert cli.main([*call, "--max-new-tokens", "4", "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    expected = posterior.generate("the cat", draws=2, max_new_tokens=4, tokenizer=tokenizer())
+    assert expected.text[0].split() == printed.split("\n\n")[0].split()
+    assert "2 draws: " in printed
+    assert 'class="token"' in page.read_text()
+    assert cli.main([*call[:2], "", *call[3:]]) == 2
+    assert "must not be empty" in capsys.readouterr().err
+
+
+def test_shades_follow_the_epistemic_uncertainty():
+    assert shade_of(0.0) == SHADES[0]
+    assert shade_of(0.3) == SHADES[3]
+    assert shade_of(9.0) == SHADES[-1]

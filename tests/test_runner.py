@@ -601,7 +601,7 @@ def test_the_readme_and_the_help_show_the_same_commands():
     for command in readme:
         verbs.add(arguments.parser().parse_args(shlex.split(command)[1:]).verb)  # an unknown option would exit
     assert all(f"\n    {verb}" in arguments.parser().format_help() for verb in verbs)
-    assert verbs == {"demo", "run", "report", "list", "predict", "study", "data", "results", "reference"}
+    assert verbs == {"demo", "run", "report", "list", "predict", "study", "data", "results", "reference", "generate"}
 
 
 @pytest.mark.parametrize("method", METHODS)
