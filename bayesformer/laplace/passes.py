@@ -137,7 +137,7 @@ class Sweep:
         return BatchPass(batch, outputs, values, sites, valid, found, log_prob, self.capture.columns == 1)
 
     def _check(self, values: Tensor, batch: Batch, number: int) -> None:
-        bad = int((~torch.isfinite(values)).flatten(1).any(1).sum())
+        bad = int((~torch.isfinite(values)).reshape(len(values), -1).any(1).sum())
         if bad:
             raise ValueError(
                 f"model's outputs must be finite on the data; {bad} of {len(values)} examples in minibatch {number} "
