@@ -202,7 +202,8 @@ def generate(arguments: argparse.Namespace) -> int:
 def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
-    return {**verbs, "fidelity": _study_fidelity, "weights": _study_weights}[arguments.name](arguments)
+    verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars}
+    return verbs[arguments.name](arguments)
 
 
 def results(arguments: argparse.Namespace) -> int:
@@ -303,6 +304,20 @@ def _study_fidelity(arguments: argparse.Namespace) -> int:
     results = _read_results(arguments.results).results
     print(fidelity_cost.overview(results) if arguments.brief else fidelity_cost.table(results))
     print(f"figure: {fidelity_cost.figure(results, target)}")
+    return 0
+
+
+def _study_bars(arguments: argparse.Namespace) -> int:
+    """Run the fits that are missing and print how near to known posteriors they are."""
+    from bayesformer.study import bars
+
+    _check_file(arguments.output, "--output")
+    chosen, methods = ([part.strip() for part in text.split(",")] for text in (arguments.problems, arguments.methods))
+    seeds = _seed_list(arguments.seeds)
+    rows = bars.run(chosen, methods, seeds, arguments.output, lambda line: print(line, file=sys.stderr))
+    print(bars.table(rows))
+    print()
+    print(bars.alarms(rows))
     return 0
 
 

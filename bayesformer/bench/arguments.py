@@ -287,6 +287,17 @@ def _add_study(verbs: Any) -> None:
     distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
     distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
     distance.add_argument("--brief", action="store_true", help="one row per method instead of one table per problem")
+    bars = names.add_parser(
+        "bars",
+        help="do one-line calls give the posterior?",
+        description="Fits methods with nothing set to problems whose posterior is known, unless the file holds that "
+        "already, and prints errors of means, ratios of standard deviations, whether the bar holds, and how many right "
+        "and wrong fits doubted themselves.",
+    )
+    bars.add_argument("--problems", default="*", help="patterns of names, e.g. 'linear*,logistic*' (*)")
+    bars.add_argument("--methods", default="*", help="patterns of names, e.g. 'sg*,laplace kron' (*)")
+    bars.add_argument("--seeds", type=int, default=5, help="data sets and fits of each (5)")
+    bars.add_argument("--output", type=Path, default=Path("results/bars/bars.json"), help="(results/bars/bars.json)")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",
