@@ -52,9 +52,9 @@ def write_page(studies: Sequence[WeightStudy], folder: Path) -> Path:
     lines = [
         "# Weights of trained networks",
         "",
-        "Made of the files in `results/weights` by `bayesformer study weights all --stored --figures docs/weights`; the "
-        "numbers of networks are in every caption. Weights of a layer are exchangeable by symmetries of a network, so "
-        "correlations of single weights say little of the posterior: they are shown for comparison with the thesis.",
+        "Made of the files in `results/weights` by `bayesformer study weights all --stored --figures docs/weights`; "
+        "the numbers of networks are in every caption. Weights of a layer are exchangeable, so "
+        "correlations of single weights say little of the posterior: they are shown to compare with the thesis.",
     ]
     for study in studies:
         lines += ["", f"## {study.task}, {study.count}", "", table(study), ""]
