@@ -13,7 +13,7 @@ from bayesformer.laws import gaussian
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
-from bayesformer.predict.streamlined import Streamlined, streamlined_outputs
+from bayesformer.predict.one_pass import OnePass, one_pass_outputs
 from benchmarks.harness import Comparison
 
 
@@ -31,7 +31,7 @@ def comparisons() -> Iterator[Comparison]:
 
 def against_forward(label: str, model: nn.Module, inputs: Inputs, budget: float, rounds: int) -> Comparison:
     """The diagonal pass with everything prepared, as for many batches."""
-    predictor = Streamlined(model, Space.of(model), _posterior(model))
+    predictor = OnePass(model, Space.of(model), _posterior(model))
 
     def ours() -> None:
         with torch.no_grad():
@@ -47,7 +47,7 @@ def against_draws(label: str, build: Callable[[], nn.Module], inputs: Inputs) ->
     posterior = Posterior(model, TASKS["digits"]().likelihood, weights)
     return Comparison(
         f"streamlined diagonal over 50 draws, {label}",
-        lambda: streamlined_outputs(model, space, weights, [inputs]),
+        lambda: one_pass_outputs(model, space, weights, [inputs]),
         lambda: posterior.outputs(inputs, 50, workers=1, strategy="looped"),
         0.1,
         rounds=7,

@@ -27,7 +27,7 @@ from bayesformer.likelihoods import as_likelihood
 from bayesformer.methods import Problem, build_method
 from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
-from bayesformer.predict.streamlined import Settings
+from bayesformer.predict.one_pass import Settings
 from bayesformer.predict.ways import WAYS
 from tests.contract_zoo import Example, build
 

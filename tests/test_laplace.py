@@ -260,7 +260,7 @@ def test_other_gaussian_methods_predict_in_any_way(name):
     torch.testing.assert_close(posterior.outputs(x).mean, at_mean(x).detach())
     sampled = posterior.outputs(x, 200, predictive="sampled")
     assert sampled.values.shape == (200, 5, 2)
-    if name != "swag":  # whose low-rank part joins layers, which the streamlined pass refuses
+    if name != "swag":  # whose low-rank part joins layers, which the one-pass rule refuses
         streamlined = posterior.outputs(x, predictive="streamlined")
         torch.testing.assert_close(streamlined.mean, posterior.outputs(x).mean, rtol=0.2, atol=0.2)
 
@@ -348,7 +348,7 @@ def test_wrong_input_is_named():
 
 
 def test_a_precision_whose_moments_overflow_is_not_chosen_and_does_not_stop_the_search():
-    """Streamlined variances multiply from layer to layer: of a very wide posterior they leave the float's range."""
+    """One-pass variances multiply from layer to layer: of a very wide posterior they leave the float's range."""
     torch.manual_seed(0)
     inner = [module for _ in range(9) for module in (nn.ReLU(), nn.Linear(64, 64))]
     model = nn.Sequential(nn.Linear(4, 64), *inner, nn.ReLU(), nn.Linear(64, 3)).eval()

@@ -210,7 +210,7 @@ def test_laplace_in_every_structure_and_way(network, structure, way):
     posterior = bf.laplace(task.model().eval(), data.train, likelihood=task.likelihood, **settings)
     refused = {"full", "low_rank", "subnetwork"} | ({"block"} if network == "transformer" else set())
     if way == "streamlined" and structure in refused:
-        with pytest.raises(ValueError, match="a streamlined pass cannot use"):
+        with pytest.raises(ValueError, match="the one-pass rule cannot use"):
             posterior.predict(data.test.inputs)
         return
     predictive = posterior.predict(data.test.inputs)

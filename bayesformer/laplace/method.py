@@ -24,7 +24,7 @@ from bayesformer.likelihoods.links import Link
 from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
-from bayesformer.predict.streamlined.refusals import refuse_attention
+from bayesformer.predict.one_pass.refusals import refuse_attention
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.members import facts_of
 from bayesformer.train.problem import Problem, settings_of

@@ -87,7 +87,7 @@ class Linearised:
         `num_data` is the number of all examples, where it is known: beside the result, of that length, only what one
         batch takes is in memory.
         """
-        parts = (part for batch in batches for part in self._pieces(batch, num_data or UNKNOWN))
+        parts = (part for batch in batches for part in self.pieces(batch, num_data or UNKNOWN))
         with torch.inference_mode(False), torch.no_grad():
             return join_outputs(parts, num_data)
 
@@ -115,7 +115,7 @@ class Linearised:
 
     # One batch.
 
-    def _pieces(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
+    def pieces(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
         """A batch in as many pieces as its slopes need to fit in memory; `examples` is how many there are in all."""
         if self.capture is None:
             yield self._without_spread(inputs)
@@ -127,8 +127,8 @@ class Linearised:
 
     def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
         """By backward passes from the features of the last layer, or from the outputs, once it is known which."""
-        batch = self._captured(inputs)
-        head, mean = self._head(features_of(batch.outputs, batch.sites)), batch.mean
+        batch = self.captured(inputs)
+        head, mean = self.head_blocks(features_of(batch.outputs, batch.sites)), batch.mean
         if len(head) == len(self.roots.blocks) and not self.roots.factor:
             yield self._by_head(inputs, batch, head, examples)
             return
@@ -157,7 +157,7 @@ class Linearised:
             mean = apply(self.module, inputs).to(self.space.dtype)
         return GaussianOutputs(mean, torch.zeros_like(mean))
 
-    def _captured(self, inputs: Inputs) -> BatchSites:
+    def captured(self, inputs: Inputs) -> BatchSites:
         assert self.capture is not None
         if self.found.final is None:
             outputs, sites = self.capture(inputs)
@@ -183,7 +183,7 @@ class Linearised:
         if found is not None:
             return found
         self.found.last = None
-        return self._closed_form(batch.mean, head, _rank(batch.mean, examples)).outputs(batch.mean)
+        return self.closed_form(batch.mean, head, factor_rank(batch.mean, examples)).outputs(batch.mean)
 
     def _last_layer_only(self, inputs: Inputs, examples: int) -> GaussianOutputs | None:
         """From a plain forward pass, once the last layer is known; None should its outputs not be the model's."""
@@ -201,7 +201,7 @@ class Linearised:
             return None
         mean, names = outputs.to(self.space.dtype), self._names_by_identity()
         features = {names[id(last.weight)]: seen[0][0].to(mean), names.get(id(last.bias), ""): _ones(mean)}
-        return self._closed_form(mean, self._head(features), _rank(mean, examples)).outputs(mean)
+        return self.closed_form(mean, self.head_blocks(features), factor_rank(mean, examples)).outputs(mean)
 
     def _names_by_identity(self) -> dict[int, str]:
         return {id(p): name for name, p in self.module.named_parameters()}
@@ -216,7 +216,7 @@ class Linearised:
                     return module
         return None
 
-    def _head(self, features: dict[str, Tensor]) -> dict[int, list[Tensor]]:
+    def head_blocks(self, features: dict[str, Tensor]) -> dict[int, list[Tensor]]:
         """Blocks of Σ that lie in the last layer: their numbers, and the features they meet."""
         found = {}
         for number, placed in enumerate(self.roots.blocks):
@@ -225,7 +225,7 @@ class Linearised:
                 found[number] = [features[name] for name in placed.names]
         return found
 
-    def _closed_form(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> HeadCovariance:
+    def closed_form(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> HeadCovariance:
         found = HeadCovariance(torch.zeros_like(mean), rank)
         for number, features in head.items():
             add_block(found, self.roots.blocks[number].block, features)
@@ -260,7 +260,7 @@ class Linearised:
             for piece in _chunks(inputs, few):
                 yield from self._backward(piece, examples)
         else:
-            yield self._through_final(batch, head, final, _rank(batch.mean, examples))
+            yield self._through_final(batch, head, final, factor_rank(batch.mean, examples))
 
     def _through_final(
         self, batch: BatchSites, head: dict[int, list[Tensor]], final: FinalLayer, rank: int
@@ -273,7 +273,7 @@ class Linearised:
         inner = final.inner.new_zeros(len(mean), positions, size, size)
         for position in range(positions):
             inner[:, position] = final.inner @ self._feature_covariance(features, below, position) @ final.inner.mT
-        found = self._closed_form(mean, head, rank)
+        found = self.closed_form(mean, head, rank)
         factor, left = _through(final.basis, inner, min(rank, size))
         found.diagonal = found.diagonal + left.view(mean.shape)
         found.added.append(factor.view(*mean.shape, -1))
@@ -331,7 +331,7 @@ def _few_enough(batch: BatchSites) -> int:
     return max(1, SLOPES * len(batch.mean) // max(1, columns * slope_numbers(batch.sites)))
 
 
-def _rank(mean: Tensor, examples: int) -> int:
+def factor_rank(mean: Tensor, examples: int) -> int:
     """Columns of a factor over outputs for which those of all examples fit in memory."""
     return max(1, FACTOR // (examples * mean[0].numel()))
 

@@ -1,4 +1,4 @@
-"""The streamlined pass as a predictor: posteriors in every form, limits, scale, sensitivity, errors."""
+"""The one-pass rule as a predictor: posteriors in every form, limits, scale, sensitivity, errors."""
 
 import math
 from itertools import pairwise
@@ -16,10 +16,10 @@ from bayesformer.likelihoods import Categorical, Gaussian
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
-from bayesformer.predict import streamlined
-from bayesformer.predict.streamlined import (
+from bayesformer.predict import one_pass
+from bayesformer.predict.one_pass import (
     Settings,
-    Streamlined,
+    OnePass,
     fit_scale,
     input_sensitivity,
     layer_shares,
@@ -29,12 +29,12 @@ from tests.laws import assert_mean
 from tests.nets import Normed, Tied
 
 
-def streamlined_outputs(model, space, law, inputs, settings=None, batch_size=256):
+def one_pass_outputs(model, space, law, inputs, settings=None, batch_size=256):
     """The outputs of inputs held as tensors, some at a time."""
     count = len(first_tensor(inputs))
     starts = range(0, count, batch_size)
     batches = (map_inputs(inputs, lambda x, a=a: x[a : a + batch_size]) for a in starts)
-    return streamlined.streamlined_outputs(model, space, law, batches, settings, count)
+    return one_pass.one_pass_outputs(model, space, law, batches, settings, count)
 
 
 FULL = Settings(propagate="full")
@@ -112,8 +112,8 @@ def test_one_linear_layer_and_a_last_layer_equal_the_linear_model(structure):
         weights, sigma = layer_weights(space, theta, structure)
         x = torch.randn(6, 3, dtype=torch.float64)
         expected = glm(model, space, theta, x, sigma)
-        full = streamlined_outputs(model, space, weights, x, FULL)
-        diag = streamlined_outputs(model, space, weights, x)
+        full = one_pass_outputs(model, space, weights, x, FULL)
+        diag = one_pass_outputs(model, space, weights, x)
         assert torch.allclose(full.covariance, expected, atol=1e-10)
         assert torch.allclose(diag.variance, expected.diagonal(dim1=-2, dim2=-1), atol=1e-10)
         assert torch.allclose(full.mean, apply(model, x))
@@ -128,7 +128,7 @@ def test_noisy_input_through_a_noisy_layer_against_draws(structure, propagate):
     first = Diagonal(torch.rand(16, dtype=torch.float64) * 0.3)
     weights = GaussianLaw(theta, (slice(0, 16), *second.places), (first, *second.blocks))
     x = torch.randn(2, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, space, weights, x, Settings(propagate=propagate))
+    found = one_pass_outputs(model, space, weights, x, Settings(propagate=propagate))
     params = space.views(_rows(weights, 60_000))
     hidden = torch.einsum("bi,noi->nbo", x, params["0.weight"]) + params["0.bias"][:, None]
     draws = torch.einsum("nbi,noi->nbo", hidden, params["1.weight"]) + params["1.bias"][:, None]
@@ -148,7 +148,7 @@ def _rows(weights, draws):
 
 
 def test_kronecker_equals_dense_with_the_same_covariance_also_by_rows_transposed_and_low_rank():
-    from bayesformer.predict.streamlined.weight_covariance import Complete, Factored
+    from bayesformer.predict.one_pass.weight_covariance import Complete, Factored
 
     block, sigma = kronecker_block(4, 3)
     low = Kronecker(block.out_values[:2], block.in_values, block.prior, block.out_vectors[:, :2], block.in_vectors)
@@ -170,7 +170,7 @@ def test_kronecker_equals_dense_with_the_same_covariance_also_by_rows_transposed
 
 def test_factored_damping_splits_the_prior_between_the_factors():
     """C_B = (B + √d I)⁻¹, C_A = (A + √d I)⁻¹, and S_h = C_B ⟨C_A, M⟩: less variance than the exact inverse."""
-    from bayesformer.predict.streamlined.weight_covariance import Factored
+    from bayesformer.predict.one_pass.weight_covariance import Factored
 
     block, _ = kronecker_block(4, 3)
     B, A = ((q * v) @ q.mT for q, v in ((block.out_vectors, block.out_values), (block.in_vectors, block.in_values)))
@@ -194,7 +194,7 @@ def test_kronecker_blocks_of_a_weight_kept_transposed(parameter_order):
     sigma = torch.zeros(space.size, space.size, dtype=torch.float64)
     sigma[where[:, None], where] = covariance
     x = torch.randn(5, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, space, GaussianLaw(theta, (where,), (block,)), x, FULL)
+    found = one_pass_outputs(model, space, GaussianLaw(theta, (where,), (block,)), x, FULL)
     assert torch.allclose(found.covariance, glm(model, space, theta, x, sigma), atol=1e-10)
 
 
@@ -204,7 +204,7 @@ def test_correlated_weights_of_a_convolution():
     sigma = torch.zeros(space.size, space.size, dtype=torch.float64)
     sigma[:24, :24] = covariance
     x = torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    found = streamlined_outputs(model, space, GaussianLaw(theta, (slice(0, 24),), (block,)), x)
+    found = one_pass_outputs(model, space, GaussianLaw(theta, (slice(0, 24),), (block,)), x)
     expected = glm(model, space, theta, x, sigma).diagonal(dim1=-2, dim2=-1)
     assert torch.allclose(found.variance, expected, atol=1e-10)
 
@@ -215,7 +215,7 @@ def test_no_variance_is_the_network_itself():
     space = Space.of(model)
     theta = space.pack(dict(model.named_parameters()))
     x = torch.randn(3, 1, 8, 8)
-    found = streamlined_outputs(model, space, gaussian(theta, torch.zeros_like(theta)), x)
+    found = one_pass_outputs(model, space, gaussian(theta, torch.zeros_like(theta)), x)
     assert torch.equal(found.variance, torch.zeros(3, 10))
     with torch.no_grad():
         assert torch.equal(found.mean, model(x))
@@ -233,7 +233,7 @@ def test_small_noise_gives_the_jacobian_with_an_error_of_that_order():
     for eps in (1e-2, 1e-4, 1e-6):
         places = tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))
         weights = GaussianLaw(theta, places, tuple(Dense(t * math.sqrt(eps)) for t in trils))
-        found = streamlined_outputs(model, space, weights, x, FULL).covariance / eps
+        found = one_pass_outputs(model, space, weights, x, FULL).covariance / eps
         errors.append(((found - expected).norm() / expected.norm()).item())
     assert errors[0] < 0.3
     assert errors[2] < 1e-4
@@ -249,7 +249,7 @@ def test_diag_is_the_diagonal_of_full_for_one_noisy_layer_and_not_for_two():
     for spread, same in ((one, True), (sd, True), (sd, False)):
         network = (model, space, theta) if same else mlp(3, 6, 5, 2)
         weights = gaussian(network[2], spread if same else torch.full_like(network[2], 0.1))
-        full, diag = (streamlined_outputs(*network[:2], weights, x, s).variance for s in (FULL, Settings()))
+        full, diag = (one_pass_outputs(*network[:2], weights, x, s).variance for s in (FULL, Settings()))
         assert torch.allclose(full, diag) == same
 
 
@@ -274,7 +274,7 @@ def test_a_noisy_packed_projection_equals_three_of_its_own():
         model, space, theta = prepared(kind())
         block, _ = kronecker_block(12, 4)
         weights = GaussianLaw(theta, (slice(0, 48),), (block,))
-        found = streamlined_outputs(model, space, weights, inputs)
+        found = one_pass_outputs(model, space, weights, inputs)
         # The same with the rows of W_v alone uncertain, in full: queries and keys are known by rule.
         complete = (block.colour(torch.eye(48).double()) @ block.colour(torch.eye(48).double()))[32:, 32:]
         rows = torch.linalg.cholesky((complete + complete.mT) / 2)
@@ -290,7 +290,7 @@ def test_a_noisy_packed_projection_equals_three_of_its_own():
 def test_tied_weights_and_running_averages():
     model, space, theta = prepared(Tied())
     x = torch.tensor([0, 3, 3, 1])
-    found = streamlined_outputs(model, space, gaussian(theta, torch.full_like(theta, 0.1)), x)
+    found = one_pass_outputs(model, space, gaussian(theta, torch.full_like(theta, 0.1)), x)
     table = theta.view(5, 4)
     hidden = table[x].tanh()
     s = (1 - hidden**2) ** 2 * 0.01
@@ -300,7 +300,7 @@ def test_tied_weights_and_running_averages():
     buffers = {"norm.running_mean": torch.randn(1, 6).double(), "norm.running_var": torch.rand(1, 6).double()}
     weights = gaussian(theta, torch.full_like(theta, 0.1), buffers=buffers)
     z = torch.randn(4, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, space, weights, z)
+    found = one_pass_outputs(model, space, weights, z)
     for name, value in buffers.items():
         model.state_dict()[name].copy_(value[0])
     assert torch.allclose(found.mean, model(z))
@@ -311,8 +311,8 @@ def test_permuting_tokens_permutes_outputs():
     weights = gaussian(theta, torch.full_like(theta, 0.1))
     x, order = torch.randn(2, 5, 4, dtype=torch.float64), torch.tensor([3, 1, 4, 0, 2])
     for settings in (Settings(), FULL, Settings(tokens="shared")):
-        found = streamlined_outputs(model, space, weights, x, settings)
-        moved = streamlined_outputs(model, space, weights, x[:, order], settings)
+        found = one_pass_outputs(model, space, weights, x, settings)
+        moved = one_pass_outputs(model, space, weights, x[:, order], settings)
         assert torch.allclose(moved.mean, found.mean[:, order])
         assert torch.allclose(moved.variance, found.variance[:, order])
 
@@ -321,8 +321,8 @@ def test_batches_do_not_matter_and_gradients_are_off():
     model, space, theta = mlp(3, 6, 2)
     weights, x = gaussian(theta, torch.full_like(theta, 0.1)), torch.randn(7, 3, dtype=torch.float64)
     for settings in (Settings(), FULL):
-        whole = streamlined_outputs(model, space, weights, x, settings)
-        parts = streamlined_outputs(model, space, weights, x, settings, batch_size=3)
+        whole = one_pass_outputs(model, space, weights, x, settings)
+        parts = one_pass_outputs(model, space, weights, x, settings, batch_size=3)
         assert torch.allclose(whole.covariance, parts.covariance)
         assert not whole.mean.requires_grad
 
@@ -353,10 +353,10 @@ def test_correlated_mode_has_the_variance_of_draws_on_the_vision_transformer(pat
     with torch.no_grad():
         draws = [functional_call(model, space.views(theta + sd * torch.randn_like(theta)), (x,)) for _ in range(800)]
     truth = torch.stack(draws).var(0)
-    correlated = streamlined_outputs(model, space, weights, x, Settings(mode="correlated"))
+    correlated = one_pass_outputs(model, space, weights, x, Settings(mode="correlated"))
     # 40 ratios with a spread of √(2 / 800) = .05 each: their median is known to about .01.
     assert 0.9 < (correlated.variance / truth).median() < 1.1
-    assert (streamlined_outputs(model, space, weights, x).variance / truth).median() < 0.5
+    assert (one_pass_outputs(model, space, weights, x).variance / truth).median() < 0.5
 
 
 def test_scale_is_fitted_and_never_worse():
@@ -397,7 +397,7 @@ def test_scale_counts_only_what_counts():
 def test_input_sensitivity_is_the_squared_gradient_without_weight_noise():
     model, space, theta = mlp(3, 6, 5, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
-    predictor = Streamlined(model, space, gaussian(theta, torch.zeros_like(theta)), FULL)
+    predictor = OnePass(model, space, gaussian(theta, torch.zeros_like(theta)), FULL)
     gradient = torch.autograd.functional.jacobian(model, x).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (4, 2, 3)
     assert torch.allclose(input_sensitivity(predictor, x, 1), gradient[:, 1] ** 2)
     assert torch.allclose(input_sensitivity(predictor, x), (gradient**2).sum(1))
@@ -406,10 +406,10 @@ def test_input_sensitivity_is_the_squared_gradient_without_weight_noise():
 
 
 def test_input_sensitivity_against_differences():
-    from bayesformer.predict.streamlined import Uncertain
+    from bayesformer.predict.one_pass import Uncertain
 
     model, space, theta = mlp(3, 6, 2, activation=nn.GELU)
-    predictor = Streamlined(model, space, gaussian(theta, torch.full_like(theta, 0.2)))
+    predictor = OnePass(model, space, gaussian(theta, torch.full_like(theta, 0.2)))
     x, step = torch.randn(1, 3, dtype=torch.float64), 1e-6
     found = input_sensitivity(predictor, x)
     base = predictor(x).variance.sum()
@@ -424,13 +424,13 @@ def test_layer_shares_are_what_each_layer_adds():
     model, space, theta = mlp(3, 6, 2)
     x = torch.randn(4, 3, dtype=torch.float64)
     sd = torch.full_like(theta, 1e-3)
-    shares = layer_shares(Streamlined(model, space, gaussian(theta, sd)), x)
+    shares = layer_shares(OnePass(model, space, gaussian(theta, sd)), x)
     assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
-    total = streamlined_outputs(model, space, gaussian(theta, sd), x).variance.sum()
+    total = one_pass_outputs(model, space, gaussian(theta, sd), x).variance.sum()
     for name, part in space.views(torch.arange(len(theta))).items():
         alone = torch.zeros_like(sd)
         alone[part.flatten()] = 1e-3
-        own = streamlined_outputs(model, space, gaussian(theta, alone), x).variance.sum()
+        own = one_pass_outputs(model, space, gaussian(theta, alone), x).variance.sum()
         assert shares[name] == pytest.approx((own / total).item(), rel=1e-3)
 
 
@@ -443,8 +443,8 @@ def test_layer_shares_of_correlated_weights():
     rest = Diagonal(torch.full((space.size - 18,), 1e-6, dtype=torch.float64))
     both = GaussianLaw(theta, (slice(0, 18), slice(18, space.size)), (block, rest))
     alone = GaussianLaw(theta, (slice(0, 18),), (block,))
-    shares = layer_shares(Streamlined(model, space, both), x)
-    own, total = (streamlined_outputs(model, space, weights, x).variance.sum() for weights in (alone, both))
+    shares = layer_shares(OnePass(model, space, both), x)
+    own, total = (one_pass_outputs(model, space, weights, x).variance.sum() for weights in (alone, both))
     assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
     assert 0.05 < shares["0.weight"] == pytest.approx((own / total).item(), rel=1e-3)
 
@@ -453,8 +453,8 @@ def test_a_posterior_is_asked_in_batches_of_the_size_given(monkeypatch):
     model, _, theta = mlp(3, 6, 2)
     posterior = Posterior(model, Categorical(), gaussian(theta, torch.full_like(theta, 0.1)))
     x = torch.randn(7, 3, dtype=torch.float64)
-    whole, sizes, call = posterior.outputs(x, predictive="streamlined"), [], Streamlined.__call__
-    monkeypatch.setattr(Streamlined, "__call__", lambda self, some: sizes.append(len(some)) or call(self, some))
+    whole, sizes, call = posterior.outputs(x, predictive="streamlined"), [], OnePass.__call__
+    monkeypatch.setattr(OnePass, "__call__", lambda self, some: sizes.append(len(some)) or call(self, some))
     parts = posterior.outputs(x, predictive="streamlined", batch_size=3)
     assert sizes == [3, 3, 1]
     torch.testing.assert_close(parts.variance, whole.variance)
@@ -466,9 +466,9 @@ def test_posteriors_that_cannot_be_used_are_refused():
 
     def refused(weights, message, settings=None):
         with pytest.raises(ValueError, match=message):
-            streamlined_outputs(model, space, weights, x, settings)
+            one_pass_outputs(model, space, weights, x, settings)
 
-    refused(Samples(theta[None]), "weights must be Gaussian for a streamlined pass; got Samples")
+    refused(Samples(theta[None]), "weights must be Gaussian for the one-pass rule; got Samples")
     refused(gaussian(theta[:-1]), "law must have 38 numbers for this model; got 37")
     factor = torch.randn(2, len(theta), dtype=torch.float64)
     swag = gaussian(theta, torch.ones_like(theta), factor)
@@ -486,7 +486,7 @@ def test_posteriors_that_cannot_be_used_are_refused():
             strange, predictive="streamlined"
         )
     with pytest.raises(ValueError, match="must be finite; 1 of 1 examples have NaN or infinite values in their mean"):
-        streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta)), strange)
+        one_pass_outputs(model, space, gaussian(theta, torch.ones_like(theta)), strange)
     model.train()
     refused(
         gaussian(theta, torch.ones_like(theta)),
@@ -502,18 +502,18 @@ def test_correlations_can_be_dropped_on_request():
     x = torch.randn(4, 3, dtype=torch.float64)
     drop = Settings(correlations="drop")
     factor = torch.randn(2, len(theta), dtype=torch.float64)
-    swag = streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta), factor), x, drop)
+    swag = one_pass_outputs(model, space, gaussian(theta, torch.ones_like(theta), factor), x, drop)
     marginal = gaussian(theta, (1 + factor.square().sum(0)).sqrt())
-    assert torch.allclose(swag.variance, streamlined_outputs(model, space, marginal, x).variance)
+    assert torch.allclose(swag.variance, one_pass_outputs(model, space, marginal, x).variance)
     # A dense posterior keeps the correlations within each parameter: with one layer noisy, all but those with the bias.
     tril = torch.linalg.cholesky(positive(len(theta)))
     dense = gaussian(theta, tril=tril)
-    found = streamlined_outputs(model, space, dense, x, Settings(correlations="drop", propagate="full"))
+    found = one_pass_outputs(model, space, dense, x, Settings(correlations="drop", propagate="full"))
     starts = torch.tensor([0, *space.sizes]).cumsum(0)
     sigma = torch.block_diag(*[(tril @ tril.mT)[a:b, a:b] for a, b in pairwise(starts.tolist())])
     places = tuple(slice(int(a), int(b)) for a, b in pairwise(starts.tolist()))
     blocks = tuple(Dense(torch.linalg.cholesky(sigma[p, p])) for p in places)
-    expected = streamlined_outputs(model, space, GaussianLaw(theta, places, blocks), x, FULL)
+    expected = one_pass_outputs(model, space, GaussianLaw(theta, places, blocks), x, FULL)
     assert torch.allclose(found.covariance, expected.covariance)
 
 
@@ -526,8 +526,8 @@ def test_a_dense_block_over_a_part_of_a_layer_is_refused_or_dropped_to_variances
     tril = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.2, 0.3, 0.7]])
     weights, x = GaussianLaw(theta, (few,), (Dense(tril),)), torch.randn(4, 3)
     with pytest.raises(ValueError, match="cannot use a dense block over 2 parameters"):
-        streamlined_outputs(model.eval(), space, weights, x)
-    variance = streamlined_outputs(model, space, weights, x, Settings(correlations="drop")).diagonal
+        one_pass_outputs(model.eval(), space, weights, x)
+    variance = one_pass_outputs(model, space, weights, x, Settings(correlations="drop")).diagonal
     v = weights.variance()
     expected = torch.stack([x[:, 1] ** 2 * v[1] + v[6], x[:, 1] ** 2 * v[4]], 1)
     torch.testing.assert_close(variance, expected)

@@ -1,4 +1,4 @@
-"""Every rule of the streamlined pass against its definition: J S Jᵀ by autograd where it is of first order."""
+"""Every rule of the one-pass rule against its definition: J S Jᵀ by autograd where it is of first order."""
 
 import math
 
@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from bayesformer.model.multihead import multi_head_attention_forward
-from bayesformer.predict.streamlined import NoRuleError, Settings, Uncertain, module_rule, rule
-from bayesformer.predict.streamlined.carrier import RULES, PassContext
-from bayesformer.predict.streamlined.modules import MODULE_RULES, activation, standing_in
+from bayesformer.predict.one_pass import NoRuleError, Settings, Uncertain, module_rule, rule
+from bayesformer.predict.one_pass.carrier import RULES, PassContext
+from bayesformer.predict.one_pass.modules import MODULE_RULES, activation, standing_in
 from tests.laws import assert_mean
 
 
