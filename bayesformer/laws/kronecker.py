@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ class Kronecker(Factors, Block):
     def precisions(self) -> Tensor:
         """D (k, m): the precision along every pair of eigenvectors."""
         return torch.outer(self.out_values, self.in_values) + self.prior
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """D^-½ (k, m): the standard deviation along every pair of eigenvectors, computed once."""
+        return self.precisions.rsqrt()
 
     def rotate(self, matrix: Tensor) -> Tensor:
         """Q_Bᵀ G Q_A: (..., out, in) -> (..., k, m)."""

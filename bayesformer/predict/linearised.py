@@ -39,6 +39,8 @@ WIDEST = 2048  # outputs per position up to which their covariance is formed
 ROOTS = 2**27  # numbers of Jacobian roots kept while all columns of a basis are collected
 FACTOR = 2**27  # numbers in a factor over outputs, 512 MiB in float32; beyond, its rank is cut
 SLOPES = 2**27  # numbers of slopes at all layers that one backward pass may give, 512 MiB in float32
+IN_TURN = 4  # columns that go back one after another on a CPU: a batched pass pays for more of them only
+NEAR = 2**24  # numbers of slopes that one such pass gives: more leave the cache
 UNKNOWN = 4096  # examples that a stream of unknown length is taken to have
 
 
@@ -55,6 +57,10 @@ class FinalLayer(NamedTuple):
 class Found:
     """What the first batches have shown of a model; it belongs to one `Linearised`, hence to one thread."""
 
+    outputs: int | None = None
+    """of an example, by the first examples; it decides how columns go back, not what they are"""
+    slopes: int = 0
+    """numbers of slopes at all layers that an example has for one column"""
     last: nn.Linear | None = None
     """the layer that gives the outputs, where it alone has spread"""
     searched: bool = False
@@ -123,7 +129,8 @@ class Linearised:
         if (found := self._last_layer_only(inputs, examples)) is not None:
             yield found
         else:
-            yield from self._backward(inputs, examples)
+            for piece in self.near(inputs):
+                yield from self._backward(piece, examples)
 
     def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
         """By backward passes from the features of the last layer, or from the outputs, once it is known which."""
@@ -157,8 +164,12 @@ class Linearised:
             mean = apply(self.module, inputs).to(self.space.dtype)
         return GaussianOutputs(mean, torch.zeros_like(mean))
 
-    def captured(self, inputs: Inputs) -> BatchSites:
+    def captured(self, inputs: Inputs, columns: int | None = None) -> BatchSites:
+        """A batch after its forward pass, from which as many columns will go back; as many as outputs by default."""
         assert self.capture is not None
+        if columns is None:
+            columns = self._outputs(inputs)
+        self.capture.columns = 1 if self.in_turn(columns) else columns
         if self.found.final is None:
             outputs, sites = self.capture(inputs)
             return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, None)
@@ -171,6 +182,27 @@ class Linearised:
         features, out = seen[-1] if seen else (None, None)
         known = features is not None and out is outputs and features.requires_grad
         return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, features if known else None)
+
+    def _outputs(self, inputs: Inputs) -> int:
+        """How many outputs an example has, by the trial that is made on the first examples in any case."""
+        assert self.capture is not None
+        if self.found.outputs is None:
+            outputs, sites = self.capture.probe(inputs)
+            self.found.outputs = outputs[0].numel()
+            self.found.slopes = slope_numbers(sites) // len(outputs)
+        return self.found.outputs
+
+    def near(self, inputs: Inputs, columns: int | None = None) -> Iterator[Inputs]:
+        """A batch in pieces of so few examples that the slopes of their columns stay near, where they go in turn."""
+        columns = columns or self._outputs(inputs)
+        if not self.in_turn(columns):
+            return iter([inputs])
+        self._outputs(inputs)
+        return _chunks(inputs, max(1, NEAR // max(1, columns * self.found.slopes)))
+
+    def in_turn(self, columns: int) -> bool:
+        """Whether so many columns go back one after another."""
+        return columns <= IN_TURN and self.roots.device.type == "cpu"
 
     # Only the last layer has spread.
 
@@ -301,7 +333,9 @@ class Linearised:
         at_once = max(1, COLUMNS // width)
         for start in range(0, positions, at_once):
             stop = min(start + at_once, positions)
-            slopes = backpropagate(batch.sites, batch.outputs, one_hot(batch.outputs, start * width, stop * width))
+            columns = one_hot(batch.outputs, start * width, stop * width)
+            together = self.capture is None or self.capture.columns != 1
+            slopes = backpropagate(batch.sites, batch.outputs, columns, together=together)
             with torch.no_grad():
                 for some, root in self.roots(batch.sites, slopes):
                     covariance[some, start:stop].add_(gram(root, width))

@@ -32,6 +32,9 @@ STEP = 0.03  # h: small beside the posterior's curvature, large beside rounding 
 RANK = 32  # columns of the root of M
 CORRELATED = 32  # outputs up to which the pattern of draws has correlations
 PATTERN_RANK = 8
+LEAST = 8  # examples from which a change of kappa can be told
+SHRINK = 2.0  # of the sum of squares that the slope is divided by: few or equal examples say little of it
+STEEPEST = -0.7
 EXACT = 32  # outputs up to which the rule of leading outputs is compared with all backward passes
 
 
@@ -66,7 +69,8 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
         return replace(found, ratio=_ratio_of_draws(streamliner, inputs, found))
     claimed = streamliner.linear_variance(inputs, found)  # (B, C)
     exact = claimed if rule == "exact" else _linear_variance(streamliner, inputs, found, seen)
-    found = replace(found, kappa=seen.kappa(), lift=_median_ratio(exact, claimed))
+    found = replace(found, lift=_median_ratio(exact, claimed))
+    found = replace(found, **seen.kappa(found.lift * claimed.sum(-1)))
     if seen.tangents:
         found = replace(found, ratio=found.lift * float(claimed.double().sum()) / float(seen.tangents))
     return replace(found, rule="draws", wide=True) if found.kappa < BELIEVED[0] else found
@@ -117,12 +121,24 @@ class Moments:
             self.variances.append((real.var(0), near.var(0)))
             self.squares.append(near.square().mean(0))
 
-    def kappa(self) -> float:
-        """Variance of draws over that of their tangents, the median over inputs and outputs."""
+    def kappa(self, claimed: Tensor) -> dict[str, float]:
+        """Variance of draws over that of their tangents: the median over inputs and outputs, and how it changes.
+
+        `claimed` (B,) are the variances that a rule gives the examples, by which the change is described.
+        """
         if not self.variances:
-            return 1.0
-        real, near = (torch.cat(parts) for parts in zip(*self.variances, strict=True))
-        return _median_ratio(real, near)
+            return {}
+        real, near = (torch.cat(parts).flatten(1).double() for parts in zip(*self.variances, strict=True))
+        kappa, known = _median_ratio(real, near), (near.sum(-1) > 0) & (claimed > 0)
+        if int(known.sum()) < LEAST:
+            return {"kappa": kappa}
+        x = claimed.double().to(near.device)[known].log()
+        y = (real.sum(-1)[known] / near.sum(-1)[known]).log()
+        level, away = x.mean(), x - x.mean()
+        slope = float((away * y).sum() / (away.square().sum() + SHRINK))
+        slope = min(0.0, max(STEEPEST, slope))
+        centred = (real[known] / near[known].clamp_min(torch.finfo(near.dtype).tiny)) * (-slope * away).exp()[:, None]
+        return {"kappa": float(centred.median()), "slope": slope, "level": float(level.exp())}
 
     @property
     def squared_tangents(self) -> Tensor:

@@ -15,8 +15,10 @@ from bayesformer.predict.streamlined.rule_settings import Rule
 
 FEW_OUTPUTS = 3  # outputs of an example up to which each has a backward pass of its own
 BELIEVED = (0.6, 1.6)  # ratios of variances beyond which a rule is doubted
+REACH = 100.0  # how far from those of the calibration variances may be for the slope of kappa to go on
+TINY = 1e-30
 WIDE_DRAWS = 16  # draws of a rule whose linearised network is beyond them
-NUMBERS = ("rule", "kappa", "lift", "ratio", "positions", "apart", "wide", "inputs", "draws")
+NUMBERS = ("rule", "kappa", "slope", "level", "lift", "ratio", "positions", "apart", "wide", "inputs", "draws")
 TENSORS = ("root", "rest", "pattern", "pattern_root", "size")
 
 
@@ -36,6 +38,10 @@ class Calibration:
     kappa: float = 1.0
     """variance of draws over variance of their tangents, the median over inputs and outputs: what linearisation loses
     or adds; covariances of backward rules are multiplied by it"""
+    slope: float = 0.0
+    """how kappa changes with the linearised variance v of an example, summed over its outputs: kappa (v / level)^slope;
+    0 or negative, since outputs saturate where a linear network goes on"""
+    level: float = 1.0
     lift: float = 1.0
     """exact linearised variance over that of the rule "leading", the median over inputs and outputs"""
     ratio: float = 1.0
@@ -82,6 +88,11 @@ class Calibration:
                 )
             )
         return tuple(found)
+
+    def factor(self, variance: Tensor) -> Tensor:
+        """(B,): what linearised covariances are multiplied by, from the variance of every example, summed."""
+        away = (variance.clamp_min(TINY) / self.level).clamp(1 / REACH, REACH)
+        return self.kappa * away**self.slope
 
     def facts(self) -> dict[str, Any]:
         """Everything but the tensors, to save as JSON."""

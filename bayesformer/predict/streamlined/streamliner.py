@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -19,13 +18,12 @@ from bayesformer.predict.covariance_roots import gram
 from bayesformer.predict.head import HeadCovariance, block_variance, features_of
 from bayesformer.predict.joining import join_outputs
 from bayesformer.predict.linearised import SLOPES, UNKNOWN, BatchSites, Linearised, factor_rank, last_linear
-from bayesformer.predict.streamlined.calibration import FEW_OUTPUTS, WIDE_DRAWS, Calibration
+from bayesformer.predict.streamlined.calibration import FEW_OUTPUTS, TINY, WIDE_DRAWS, Calibration
 from bayesformer.predict.streamlined.drawn_passes import RULE_SEED, DrawnPasses, MeanPass
 from bayesformer.predict.streamlined.leading_outputs import LeadingOutputs, OutputCovariance
 from bayesformer.predict.streamlined.rule_settings import Rule, RuleSettings
 
 DRAWS = 4  # of the rule "draws"
-TINY = 1e-30  # in place of a size that is 0: nothing has spread
 
 
 class HeadParts(NamedTuple):
@@ -65,10 +63,11 @@ class Streamliner:
         """A batch by the rule that is due, in as many pieces as memory needs."""
         rule = calibration.rule if settings.rule == "auto" else settings.rule
         if rule == "leading" and calibration.positions == 1 and len(calibration.root):
-            yield from self._leading(inputs, calibration, settings.outputs, examples)
+            for piece in self.linearised.near(inputs, settings.outputs):
+                yield from self._leading(piece, calibration, settings.outputs, examples)
         elif rule in ("closed", "exact"):
             for part in self.linearised.pieces(inputs, examples):
-                yield scaled(part, calibration.kappa)
+                yield part if rule == "closed" else scaled(part, calibration.factor(part.variance.reshape(len(part.mean), -1).sum(-1)))
         elif rule == "leading":
             raise ValueError("rule='leading' needs outputs at one position, at least 4; use 'exact' or 'draws'.")
         else:
@@ -148,7 +147,7 @@ class Streamliner:
         self, inputs: Inputs, calibration: Calibration, rows: int, examples: int
     ) -> Iterator[GaussianOutputs]:
         head = self.head(inputs, backward=True) if calibration.apart else None
-        batch = self.linearised.captured(inputs)
+        batch = self.linearised.captured(inputs, rows)
         few = max(1, SLOPES * len(batch.mean) // max(1, rows * slope_numbers(batch.sites)))
         if few < len(batch.mean):
             for start in range(0, len(batch.mean), few):
@@ -158,8 +157,9 @@ class Streamliner:
         below = self.below(batch, head, calibration, rows)
         rank = min(factor_rank(batch.mean, examples), below.factor.shape[-1])
         found = self._noise_of(batch, head, rank)
-        factor = calibration.kappa * (calibration.lift if rows == RuleSettings().outputs else 1.0)
-        root = math.sqrt(factor) * below.factor
+        lift = calibration.lift if rows == RuleSettings().outputs else 1.0
+        factor = lift * calibration.factor(lift * below.variance.sum(-1))[:, None]  # (B, 1)
+        root = factor.sqrt().unsqueeze(-1) * below.factor
         left = root[..., rank:].square().sum(-1) + factor * below.diagonal
         found.diagonal = found.diagonal + left.view(batch.mean.shape)
         found.added.append(root[..., :rank].view(*batch.mean.shape, -1))
@@ -182,7 +182,7 @@ class Streamliner:
         sites = [site for site in batch.sites if head is None or site.name not in head.names]
         columns = chosen.rows.transpose(0, 1).reshape(-1, *batch.outputs.shape)  # (K, B, ..., C)
         seen = mean.new_zeros(len(mean), len(columns), len(columns))
-        slopes = backpropagate(sites, batch.outputs, columns)
+        slopes = backpropagate(sites, batch.outputs, columns, together=not self.linearised.in_turn(rows))
         with torch.no_grad():
             for some, root in self.linearised.roots(sites, slopes):
                 seen[some] += gram(root, len(columns))[:, 0]
@@ -191,9 +191,10 @@ class Streamliner:
     def linear_variance(self, inputs: Inputs, calibration: Calibration, rows: int | None = None) -> Tensor:
         """(B, C): variances by a backward rule, without what is apart, kappa and lift; exact with as many rows as C."""
         if calibration.rule == "exact":
-            return torch.cat([part.variance.flatten(1) for part in self.linearised.pieces(inputs, UNKNOWN)])
+            return torch.cat([part.variance.reshape(len(part.mean), -1) for part in self.linearised.pieces(inputs, UNKNOWN)])
         head = self.head(inputs, backward=True) if calibration.apart else None
-        return self.below(self.linearised.captured(inputs), head, calibration, rows or RuleSettings().outputs).variance
+        rows = rows or RuleSettings().outputs
+        return self.below(self.linearised.captured(inputs, rows), head, calibration, rows).variance
 
     # Few draws and the pattern.
 
@@ -237,12 +238,11 @@ class Streamliner:
         return total / draws
 
 
-def scaled(outputs: GaussianOutputs, factor: float) -> GaussianOutputs:
-    """The same means, covariances times a factor."""
-    if factor == 1.0:
-        return outputs
-    root = None if outputs.factor is None else outputs.factor * math.sqrt(factor)
-    return GaussianOutputs(outputs.mean, outputs.diagonal * factor, root)
+def scaled(outputs: GaussianOutputs, factor: Tensor) -> GaussianOutputs:
+    """The same means, covariances times a factor for each example, (B,)."""
+    each = factor.view(-1, *[1] * (outputs.mean.dim() - 1))
+    root = None if outputs.factor is None else outputs.factor * each.sqrt().unsqueeze(-1)
+    return GaussianOutputs(outputs.mean, outputs.diagonal * each, root)
 
 
 def _width(mean: Tensor) -> int:
