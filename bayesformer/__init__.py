@@ -14,6 +14,7 @@ from bayesformer.core.errors import DamagedFileError, OracleBeatenError, Trainin
 from bayesformer.core.types import Batch
 from bayesformer.data import Data, Stream
 from bayesformer.fitting import fit
+from bayesformer.inference.linear_algebra import conjugate_gradients, power_iteration
 from bayesformer.laplace.method import laplace
 from bayesformer.laplace.update import laplace_update
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
@@ -22,6 +23,7 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 from bayesformer.methods import (
     Attention,
     Baoab,
+    Blob,
     Combined,
     ConcreteDropout,
     Ekf,
@@ -37,10 +39,13 @@ from bayesformer.methods import (
     Sgld,
     Sgnht,
     Swag,
+    Tfb,
     Vi,
 )
+from bayesformer.methods.lora import tfb
 from bayesformer.posterior import Posterior
 from bayesformer.priors.prior import Prior
+from bayesformer.train.curvature_products import curvature_products
 from bayesformer.train.log_joint import log_joint
 from bayesformer.train.loss import loss
 from bayesformer.train.training import Training
@@ -51,6 +56,7 @@ __all__ = [
     "Baoab",
     "Batch",
     "Bernoulli",
+    "Blob",
     "Categorical",
     "CategoricalPredictive",
     "Combined",
@@ -81,13 +87,16 @@ __all__ = [
     "Sgnht",
     "Stream",
     "Swag",
+    "Tfb",
     "Training",
     "TrainingDivergedError",
     "Vi",
     "__version__",
     "attention",
+    "conjugate_gradients",
     "convert",
     "convert_concrete",
+    "curvature_products",
     "fit",
     "kl_divergence",
     "laplace",
@@ -95,5 +104,7 @@ __all__ = [
     "likelihoods",
     "log_joint",
     "loss",
+    "power_iteration",
     "revert",
+    "tfb",
 ]

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments, by default those of the process; returns the exit code."""
     arguments = parser().parse_args(argv)
     verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
-    verb = {**verbs, "results": results}[arguments.verb]
+    verb = {**verbs, "results": results, "reference": reference, "data": data}[arguments.verb]
     try:
         return verb(arguments)
     except BrokenPipeError:
@@ -173,7 +173,7 @@ def predict(arguments: argparse.Namespace) -> int:
 def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
-    return verbs[arguments.name](arguments)
+    return {**verbs, "fidelity": _study_fidelity}[arguments.name](arguments)
 
 
 def results(arguments: argparse.Namespace) -> int:
@@ -188,6 +188,88 @@ def results(arguments: argparse.Namespace) -> int:
         _print_to_stderr([f"left: {text}" for text in packing.left])
         code = 1 if packing.left else code
     return code
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """`bayesformer data`: list the data sets, fetch them, or make the one that has no source."""
+    from bayesformer.datasets import inventory
+
+    if arguments.name == "list":
+        print("\n".join(inventory.lines()))
+        return 0
+    if arguments.name == "get":
+        for name in inventory.names_of(arguments.sets):
+            for path in inventory.get(name, lambda text: print(text, file=sys.stderr)):
+                print(path)
+        return 0
+    from bayesformer.core.progress import bars
+    from bayesformer.datasets.places import fetched_folder
+    from bayesformer.study import ambiguous_digits
+
+    recipe = ambiguous_digits.Recipe(images=arguments.images, seed=arguments.seed)
+    with _threads(1), bars(False if arguments.quiet else None) as reporter:
+        facts = ambiguous_digits.make(fetched_folder(), recipe, reporter)
+    print(ambiguous_digits.told(facts))
+    return 0
+
+
+def reference(arguments: argparse.Namespace) -> int:
+    """`bayesformer reference`: make, list or check posteriors that are known."""
+    return {"make": _reference_make, "list": _reference_list, "check": _reference_check}[arguments.name](arguments)
+
+
+def _reference_make(arguments: argparse.Namespace) -> int:
+    """Compute and store, one problem after another; whether the chains agree is said, and is no failure."""
+    from bayesformer.bench.planning import expand
+    from bayesformer.core.progress import bars
+    from bayesformer.reference import PROBLEMS
+    from bayesformer.reference.checking import check
+    from bayesformer.reference.making import make
+
+    for name in expand(arguments.problems, PROBLEMS, "reference problem"):
+        with _threads(1), bars(False if arguments.quiet else None) as reporter:
+            print(f"wrote {make(name, arguments.folder, reporter)}")
+        print("\n".join(f"  {finding.sentence}" for finding in check(name, arguments.folder)))
+    return 0
+
+
+def _reference_list(arguments: argparse.Namespace) -> int:
+    """Print every problem, and what is stored of it."""
+    from bayesformer.reference import PROBLEMS
+    from bayesformer.reference.checking import state
+
+    for name, build in PROBLEMS.items():
+        print(f"{name:<20}{build().description}\n{'':<20}{state(name, arguments.folder)}")
+    return 0
+
+
+def _reference_check(arguments: argparse.Namespace) -> int:
+    """Check what is stored; returns 1 if anything is not as it must be."""
+    from bayesformer.bench.planning import expand
+    from bayesformer.reference import PROBLEMS
+    from bayesformer.reference.checking import check
+    from bayesformer.reference.stored import path_of
+
+    names = expand(arguments.problems or ["*"], PROBLEMS, "reference problem")
+    if not arguments.problems:
+        names = [name for name in names if path_of(name, arguments.folder).exists()]
+    findings = {name: check(name, arguments.folder) for name in names}
+    for name, found in findings.items():
+        for right, sentence in found:
+            print(f"{'ok  ' if right else 'NOT '} {name}: {sentence}")
+    return 0 if all(right for found in findings.values() for right, _ in found) else 1
+
+
+def _study_fidelity(arguments: argparse.Namespace) -> int:
+    """Draw stored results of the tasks fidelity/* and print their tables."""
+    from bayesformer.study import fidelity_cost
+
+    target = arguments.output or arguments.results / "fidelity.svg"
+    _check_file(target, "--output")
+    results = _read_results(arguments.results).results
+    print(fidelity_cost.table(results))
+    print(f"figure: {fidelity_cost.figure(results, target)}")
+    return 0
 
 
 def _study_cold(arguments: argparse.Namespace) -> int:
@@ -309,6 +391,7 @@ def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse
         workers,
         getattr(arguments, "strategy", "auto"),
         not getattr(arguments, "no_posteriors", False),
+        networks=getattr(arguments, "networks", None),
     )
     with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
         outcome = run(cells, options, reporter)

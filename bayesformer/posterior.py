@@ -21,23 +21,27 @@ from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Para
 from bayesformer.data import as_inputs
 from bayesformer.data.inputs import inputs_to, leaves, map_inputs
 from bayesformer.data.unlabelled import InputBatches
+from bayesformer.generation import Generation, SampledAnswers
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods import Likelihood, links
 from bayesformer.likelihoods.language import decoder_inputs
 from bayesformer.likelihoods.links import Link
-from bayesformer.likelihoods.predictive import Predictive
+from bayesformer.likelihoods.predictive import Predictive, Temperable
 from bayesformer.model.randomness import find_randomness
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
+from bayesformer.predict.adapter_files import export_adapters, has_adapter, with_adapter, write_adapter
 from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
+from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamliner
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
 from bayesformer.predict.streamlined.self_check import EXAMPLES, one_pass_doubt, variance_ratio
+from bayesformer.predict.tempering import best_temperature
 from bayesformer.predict.ways import Way, check_way
 
 TRIAL_EXAMPLES = 2  # examples of a trial pass
@@ -75,6 +79,8 @@ class Posterior:
     """how `predict` gets outputs when it is not told"""
     link: Link | None = None
     """how it turns a Gaussian over outputs into probabilities; None is the likelihood's own way"""
+    tempering: float = 1.0
+    """temperature of everything it predicts, chosen by `calibrate`; 1 leaves the predictive as it is"""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """what is known of its making: method and settings, data fingerprint, N, strategy, whether it converged"""
     frozen: Params = field(default_factory=dict, repr=False)
@@ -312,11 +318,12 @@ class Posterior:
         if way != "sampled":
             found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
             chosen = self.link if link is None else link
-            return self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
+            made = self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
+            return self._tempered(made)
         latest: list[Any] = []
         data = self._inputs(inputs)
         tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, latest))
-        return replace(latest[0], **tensors)
+        return self._tempered(replace(latest[0], **tensors))
 
     def predict_batches(
         self,
@@ -342,7 +349,103 @@ class Posterior:
             size = self._pass_size(sampler, data, batch_size)
             examples = min(ROUND, ROUND_NUMBERS // (sampler.count * self._numbers(sampler, data)))
             for part in rounds_of(sampler, data.in_order(size, self.device), convert, max(1, examples)):
-                yield replace(latest[0], **part)
+                yield self._tempered(replace(latest[0], **part))
+
+    def _tempered(self, predictive: Predictive) -> Predictive:
+        if self.tempering == 1:
+            return predictive
+        assert isinstance(predictive, Temperable)  # `calibrate` has refused others
+        return predictive.tempered(self.tempering)
+
+    def calibrate(self, validation: Any) -> Posterior:
+        """The same posterior whose predictive has the temperature that validation data give the highest likelihood.
+
+        Probabilities of every draw are raised to the power 1/T and normalised, or all variances multiplied by T. The
+        weights stay as they are. T stands in `tempering`, and in `facts` with the log-likelihood before and after.
+        """
+        plain = replace(self, tempering=1.0)
+        found, gained = best_temperature(plain, validation)
+        return replace(plain, tempering=found, facts={**self.facts, "calibrated": {"temperature": found, **gained}})
+
+    def conformal(self, calibration_data: Any, level: float = 0.9, seed: int = 0) -> Conformal:
+        """Sets, intervals and refusals that are right with probability `level`, whatever this posterior is worth.
+
+        Args:
+            calibration_data: labelled examples that training has not seen, from the source of those to come.
+            level: how often a set or an interval is to hold the truth.
+            seed: of one random number per question, which makes the level of sets exact.
+        """
+        return conformal(self, calibration_data, level, seed)
+
+    def generate(
+        self,
+        inputs: Any,
+        draws: int = 8,
+        *,
+        max_new_tokens: int = 32,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        tokenizer: Any = None,
+        stop: Any = None,
+        cached: bool | None = None,
+        on_step: Any = None,
+    ) -> Generation:
+        """Continue text with a causal language model, each token from the probabilities averaged over draws.
+
+        One draw of the weights is held for a whole sequence. Where attention or dropout is random, a token's noise is
+        drawn once and kept with its entry in the cache.
+
+        Args:
+            inputs: text, a list of texts (with a tokenizer), or a mapping with input_ids and attention_mask (B, T),
+                padded on the left.
+            draws: of the weights; at most as many as the posterior has.
+            max_new_tokens: of each sequence.
+            do_sample: draw tokens, instead of taking the most probable one.
+            temperature: of the averaged probabilities that tokens are drawn from.
+            top_p: draw from the smallest set of tokens that has this probability.
+            seed: of the draws of the weights, and of drawn tokens as `torch.manual_seed` with transformers' generate.
+            tokenizer: of the model; the result then has text.
+            stop: texts or token numbers that end a sequence, beside the model's own end token.
+            cached: keep keys and values of what was read; by default where the model can.
+            on_step: called with every `Step` and with which sequences run on, as soon as it is known.
+        """
+        from bayesformer.generation.writing import Choosing, write
+
+        self._check_draws(draws, None if self.noisy_draws else self.law.available)
+        self._check_base()
+        choose = Choosing(do_sample, temperature, top_p)
+        return write(
+            self,
+            inputs,
+            draws=draws,
+            max_new_tokens=max_new_tokens,
+            choose=choose,
+            seed=seed,
+            tokenizer=tokenizer,
+            stop=stop,
+            cached=cached,
+            on_step=on_step,
+        )
+
+    def sample_answers(self, inputs: Any, answers: int = 5, *, draws: int = 8, **options: Any) -> SampledAnswers:
+        """Several sampled answers to each prompt, and what they say of how sure the model is; options of `generate`.
+
+        Predictive entropy over answers, its length-normalised form, lexical similarity and self-certainty: scores of a
+        whole answer that need no other model.
+        """
+        from bayesformer.generation.answer_scores import score_answers
+        from bayesformer.generation.prompts import as_prompts
+
+        if isinstance(answers, bool) or not isinstance(answers, int) or answers < 2:
+            raise ValueError(f"answers must be a whole number, at least 2; got {answers!r}.")
+        prompts = as_prompts(self.model, inputs, options.get("tokenizer"), self.device)
+        repeated = {
+            "input_ids": prompts.ids.repeat_interleave(answers, 0),
+            "attention_mask": prompts.mask.repeat_interleave(answers, 0),
+        }
+        return score_answers(self.generate(repeated, draws, **{"do_sample": True, **options}), answers)
 
     def _converter(self, link: Link | None, latest: list[Any]) -> Convert:
         """From outputs to the tensors of a predictive; the predictive itself is put into `latest`."""
@@ -479,12 +582,26 @@ class Posterior:
             raise ValueError(f"draws must be {limit}; got {count}.")
 
     def save(self, folder: str | Path) -> Path:
-        """Write `posterior.safetensors` and `posterior.json` to a folder."""
+        """Write `posterior.safetensors` and `posterior.json` to a folder.
+
+        Of a PEFT model also PEFT's own two files with the mean of the adapter, for `PeftModel.from_pretrained`.
+        """
         self._check_base()
+        if has_adapter(self.model) and not self.preparation.changes:
+            write_adapter(self, self.law.mean, Path(folder))
         found = self._calibrated
         if found is None and self.predictive == "streamlined" and self.examples is not None:
             found = self._calibrate(self.examples)
         return saving.save(self, Path(folder), found)
+
+    def export_adapters(self, folder: str | Path, draws: int = 8, seed: int = 0) -> list[Path]:
+        """Write draws of LoRA adapters as plain PEFT adapters, folder/draw-0 and so on, for any server that loads such.
+
+        Averaging the probabilities of these adapters is what `predict` does with the same draws and seed.
+        """
+        self._check_draws(draws, None if self.noisy_draws else self.law.available)
+        self._check_base()
+        return export_adapters(self, Path(folder), draws, seed)
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> Posterior:
@@ -494,7 +611,7 @@ class Posterior:
         are put in place by themselves. It gives the architecture and the frozen weights; it is not changed, and its
         inferred weights are not used. A file that is truncated, altered or was made for another model is refused.
         """
-        return cls(**saving.load(Path(folder), model))
+        return cls(**saving.load(Path(folder), with_adapter(Path(folder), model)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
         return self  # a value: nothing that is asked of it changes it

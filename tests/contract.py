@@ -42,9 +42,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sghmc": {"draws": 1, "chains": 2},
     "sgnht": {"draws": 1, "chains": 2},
     "baoab": {"draws": 1, "chains": 2},
+    "tfb": {"draws": DRAWS, "anchors": 4, "samples": 2, "iterations": 3},
 } | {
     name: {"draws": DRAWS}
-    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace")
+    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace", "blob")
 }
 
 CERTAIN = ("mle", "map")
@@ -62,10 +63,7 @@ REFUSED: dict[tuple[str, str], str] = {
 
 NO_RULE = "no rule says how variance passes through it"
 REFUSED_WAYS: dict[tuple[str, str], str] = {
-    **{
-        ("one_pass", kind): NO_RULE
-        for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5")
-    },
+    **{("one_pass", kind): NO_RULE for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5")},
     ("one_pass", "bfloat16_base"): "the model casts to half precision by itself",
 }
 """Ways of predicting that a kind of model does not allow, with what the error says."""

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from bayesformer.methods import METHODS
-from tests.contract import REFUSED, REFUSED_WAYS, check_cell
+from bayesformer.methods import ADAPTER_METHODS, METHODS
+from tests.contract import REFUSED, REFUSED_WAYS, check_cell, check_refusal
 from tests.contract_zoo import KINDS
 
 pytest.importorskip("transformers")
@@ -19,6 +19,9 @@ SOME_KINDS = ("all_weights", "frozen_base", "batch_norm", "lora")
 SOME_METHODS = (("ensemble", "sghmc", "vi", "laplace"), ("mc_dropout", "mean_field", "swag", "ekf"))
 """every kind runs with one of these groups, in turn"""
 
+ADAPTED = ("lora", "lora_bfloat16")
+"""kinds with LoRA adapters, which methods for adapters alone run on"""
+
 ALL = [(method, kind) for kind in KINDS for method in METHODS]
 CHOSEN = [
     (method, kind)
@@ -27,11 +30,20 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize(("method", "kind"), ALL if os.environ.get("WHOLE_CONTRACT") else CHOSEN)
+ADAPTERS = [(method, kind) for method in ADAPTER_METHODS for kind in ADAPTED]
+
+
+@pytest.mark.parametrize(("method", "kind"), [*(ALL if os.environ.get("WHOLE_CONTRACT") else CHOSEN), *ADAPTERS])
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.nn", "ignore::FutureWarning")
 def test_every_promise(method, kind, tmp_path, caplog):
     caplog.set_level(logging.ERROR)
     check_cell(method, kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ADAPTED])
+@pytest.mark.parametrize("method", ADAPTER_METHODS)
+def test_methods_for_adapters_refuse_other_models(method, kind):
+    check_refusal(method, kind, "LoRA adapters that are")
 
 
 def test_the_default_run_covers_both_axes():

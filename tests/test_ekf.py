@@ -316,3 +316,37 @@ def test_settings_are_checked(kind, settings, message):
 def test_dense_refuses_many_weights_and_names_the_memory():
     with pytest.raises(ValueError, match="at most 5000 weights .* got 10000, whose matrices would need 1.2 GB"):
         dense.init({THETA: torch.zeros(10_000)})
+
+
+def test_a_filter_from_a_mode_is_the_posterior_after_its_prior_is_put_back():
+    """Started at any point with the prior's precision there, then recentred: the posterior of the prior around 0."""
+    whole, start = data(), torch.tensor([0.3, -2.0, 1.4], dtype=torch.float64)
+    transform = dense.build(log_likelihood, sd=2.0, curvature=hessian)
+    state = absorb(transform, {THETA: start}, batches(whole, [10, 10, 4]))
+    moved = dense.recentred(state, torch.full((3,), 0.25, dtype=torch.float64), start)
+    mean, precision = posterior(whole, torch.zeros(3, dtype=torch.float64), 2.0)
+    torch.testing.assert_close(moved.params[THETA], mean)
+    torch.testing.assert_close(moved.precision, precision)
+    again = dense.recentred(state, torch.eye(3, dtype=torch.float64) * 0.25, start)
+    torch.testing.assert_close(again.params[THETA], mean)
+
+
+@both
+def test_a_temperature_divides_what_every_batch_counts(kind):
+    whole, start = data(), {THETA: torch.zeros(3, dtype=torch.float64)}
+    curvature = {dense: hessian, diag: hessian_diagonal}[kind]
+    given = absorb(kind.build(log_likelihood, 8.0 / 0.5, curvature=curvature), start, batches(whole, [8] * 3))
+    own = absorb(kind.build(log_likelihood, temperature=0.5, curvature=curvature), start, batches(whole, [8] * 3))
+    torch.testing.assert_close(given, own)
+    with pytest.raises(ValueError, match="temperature must be positive; got 0"):
+        kind.build(log_likelihood, temperature=0.0)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_diagonal_filter_that_stays_has_the_best_diagonal(inplace):
+    whole, start = data(), torch.tensor([0.3, 0.0, -0.2], dtype=torch.float64)
+    transform = diag.build(log_likelihood, sd=2.0, curvature=hessian_diagonal, moves=False)
+    state = absorb(transform, {THETA: start}, batches(whole, [10, 10, 4]), inplace)
+    _, precision = posterior(whole, start, 2.0)
+    assert torch.equal(state.params[THETA], start)
+    torch.testing.assert_close(state.precision[THETA], precision.diag())

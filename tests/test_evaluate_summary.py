@@ -21,13 +21,15 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPr
 
 HIGHER = {
     *("log_likelihood", "accuracy", "f1_macro", "f1_micro", "f1_weighted", "oracle_gap"),
-    *("auroc", "auroc_epistemic", "aupr", "stump_accuracy", "pavpu"),
+    *("auroc", "auroc_epistemic", "aupr", "stump_accuracy", "tree_accuracy", "pavpu"),
+    *("matthews", "pearson", "spearman", "exact_match", "token_f1", "agreement"),
 }
 LOWER = {
     *("ece", "ece_classwise", "ece_adaptive", "brier", "crps", "rmse", "coverage_error_90"),
-    *("process_mse", "variance_mse", "fpr95", "aurc"),
+    *("process_mse", "variance_mse", "fpr95", "fpr95_epistemic", "aurc", "aurc_epistemic"),
+    *("spread_error", "rank_error", "wasserstein", "mean_error", "total_variation"),
 }
-INFORMATION = {"coverage_90", "epistemic_share", "rhat", "ess"}
+INFORMATION = {"coverage_90", "epistemic_share", "rhat", "ess", "spread_ratio"}
 
 
 def tokens(draws=4, padding=-100):

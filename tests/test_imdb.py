@@ -9,6 +9,7 @@ import torch
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.datasets import imdb
+from bayesformer.datasets.places import CACHE, FOLDER
 
 
 def write(folder, part, rows):
@@ -22,7 +23,8 @@ def folder(tmp_path, monkeypatch):
     train = [(f"It's GOOD,<br />really {'very ' * i}good {i}!", i % 2) for i in range(12)]
     write(tmp_path, "train", train)
     write(tmp_path, "test", [("a never seen thing, it's good", 1), ("bad", 0)])
-    monkeypatch.setenv(imdb.FOLDER, str(tmp_path))
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -68,8 +70,8 @@ def test_what_is_missing_or_damaged_is_named(folder, monkeypatch):
     with pytest.raises(DamagedFileError, match="cannot be read"):
         imdb.read("test")
     path.unlink()
-    with pytest.raises(FileNotFoundError, match="do not exist"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         imdb.read("test")
-    monkeypatch.delenv(imdb.FOLDER)
+    monkeypatch.delenv(FOLDER)
     with pytest.raises(FileNotFoundError, match="BAYESFORMER_DATA must name"):
         imdb.read("train")

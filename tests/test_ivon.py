@@ -294,3 +294,39 @@ def test_a_checkpoint_continues_the_run():
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         ivon.build(Quadratic(), **{"lr": 0.1, "ess": 10.0} | settings)
+
+
+def test_in_pairs_the_gradient_at_the_mean_is_not_in_the_curvature():
+    """ĥ = c ε² whatever the gradient at the mean, and ĝ is that gradient without noise: variance 2 c², and 0."""
+    c, ess, h0, delta = 3.0, 20.0, 2.0, 0.5
+    joint = Quadratic(torch.tensor(c).double(), torch.tensor(0.0).double())
+    for gap in (0.0, 5.0):
+        state = ivon.init({THETA: torch.full((200_000, 1), gap, dtype=torch.float64)}, h0=h0)
+        _, _, gradient, curvature = ivon.estimate(state, None, joint, ess, delta, pairs=True)
+        torch.testing.assert_close(gradient[THETA], torch.full_like(gradient[THETA], -c * gap))
+        assert_mean(curvature[THETA], c)
+        assert_mean((curvature[THETA] - c).square(), 2 * c**2)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_curvature_of_the_law_is_averaged_after_a_step(inplace):
+    settings = {"weight_decay": 0.1, "betas": (0.9, 0.5)}
+    transform = ivon.build(Quadratic(), 0.01, 50.0, average_after=4, **settings)
+    with drawing_from(torch.Generator().manual_seed(0)):
+        state, seen = transform.init(start(3)), []
+        for _ in range(10):
+            state, _ = transform.update(state, None, inplace=inplace)
+            seen.append(state.hessian[THETA].clone())
+            expected = seen[-1] if len(seen) <= 4 else torch.stack(seen[4:]).mean(0)
+            torch.testing.assert_close(state.averaged[THETA], expected)
+    sd = ((expected + 0.1) * 50.0).rsqrt()
+    torch.testing.assert_close(ivon.law(state, 50.0, 0.1).sd, sd)
+
+
+def test_a_curvature_per_weight_to_start_from():
+    transform = ivon.build(Quadratic(), 0.1, 50.0, h0=CURVATURE, rescale_lr=False)
+    torch.testing.assert_close(transform.init(start(3)).hessian[THETA], CURVATURE)
+    with pytest.raises(ValueError, match="rescale_lr must be False with a curvature h0 per weight"):
+        ivon.build(Quadratic(), 0.1, 50.0, h0=CURVATURE)
+    with pytest.raises(ValueError, match=r"h0 must be at least 0, and positive without weight_decay; got -3.0"):
+        ivon.build(Quadratic(), 0.1, 50.0, h0=-CURVATURE / CURVATURE * 3, rescale_lr=False)

@@ -9,7 +9,7 @@ from bayesformer.laplace.structures import (
     KroneckerCurvature,
     LowRankCurvature,
 )
-from bayesformer.laws import GaussianLaw, from_tensors
+from bayesformer.laws import Eigenbasis, GaussianLaw, from_tensors
 
 PRIOR, SCALE = torch.tensor(0.7, dtype=torch.float64), 1.3
 
@@ -101,4 +101,29 @@ def test_a_saved_law_is_the_same_law():
     blocks = tuple(forms[name].posterior(PRIOR) for name in forms)
     places = (*(slice(12 * i, 12 * i + 12) for i in range(7)), torch.arange(84, 96))
     law = GaussianLaw(torch.randn(96, dtype=torch.float64), places, blocks)
+    assert torch.equal(from_tensors(law.tensors()).rows(3, seed=1), law.rows(3, seed=1))
+
+
+@pytest.mark.parametrize("bases", ["both", "in", "out"])
+def test_a_variance_per_pair_of_eigenvectors_is_the_dense_matrix(bases):
+    torch.manual_seed(1)
+    eye = torch.eye(12, dtype=torch.float64)
+    out = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q if bases != "in" else None
+    into = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64)).Q if bases != "out" else None
+    block = Eigenbasis(torch.rand(3, 4, dtype=torch.float64) + 0.1, out, into)
+    factors = [eye[:n, :n] if q is None else q for n, q in ((3, out), (4, into))]
+    basis = torch.kron(*(q.contiguous() for q in factors))
+    precision = basis @ block.precisions.flatten().diag() @ basis.mT
+    covariance = precision.inverse()
+    assert block.size == 12
+    assert block.complete
+    torch.testing.assert_close(block.times(eye), covariance)
+    torch.testing.assert_close(block.precision_times(eye), precision)
+    torch.testing.assert_close(block.diagonal(), covariance.diagonal())
+    torch.testing.assert_close(block.log_det_precision(), precision.logdet())
+    coloured = block.colour(eye)  # rows are the columns of the root Q D^-½
+    torch.testing.assert_close(coloured.mT @ coloured, covariance)
+    torch.testing.assert_close(block.times_root(eye), coloured.mT)
+    torch.testing.assert_close(coloured, (basis * block.precisions.flatten().rsqrt()).mT)
+    law = GaussianLaw(torch.randn(12, dtype=torch.float64), (slice(0, 12),), (block,))
     assert torch.equal(from_tensors(law.tensors()).rows(3, seed=1), law.rows(3, seed=1))

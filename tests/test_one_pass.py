@@ -18,8 +18,8 @@ from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
 from bayesformer.predict import one_pass
 from bayesformer.predict.one_pass import (
-    Settings,
     OnePass,
+    Settings,
     fit_scale,
     input_sensitivity,
     layer_shares,

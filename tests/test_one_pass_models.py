@@ -16,8 +16,8 @@ from bayesformer.models import Encoder, SequenceClassifier, Tagger
 from bayesformer.predict import one_pass
 from bayesformer.predict.one_pass import (
     NoRuleError,
-    Settings,
     OnePass,
+    Settings,
     Uncertain,
     layer_shares,
 )

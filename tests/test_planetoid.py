@@ -11,6 +11,7 @@ from bayesformer.bench.tasks import TASKS
 from bayesformer.bench.tasks.citation_graph import load_graph
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.datasets import graphs, planetoid
+from bayesformer.datasets.places import CACHE, FOLDER
 from bayesformer.likelihoods import Categorical
 from bayesformer.methods import Problem, build_method
 
@@ -47,7 +48,8 @@ def write(folder, **changes):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     write(tmp_path)
-    monkeypatch.setenv(planetoid.FOLDER, str(tmp_path))
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     load_graph.cache_clear()
     yield tmp_path
     load_graph.cache_clear()
@@ -83,7 +85,7 @@ def test_errors_name_the_file_and_what_is_wrong(folder, monkeypatch):
     (folder / "planetoid" / "cora.npz").write_bytes(b"PK\x03\x04 no more")
     with pytest.raises(DamagedFileError, match=r"cora.npz cannot be read"):
         planetoid.load("cora")
-    monkeypatch.delenv(planetoid.FOLDER)
+    monkeypatch.delenv(FOLDER)
     with pytest.raises(FileNotFoundError, match=r"must name the folder that holds planetoid/cora.npz; it is not set"):
         planetoid.load("cora")
 

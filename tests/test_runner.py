@@ -583,7 +583,7 @@ def test_list_names_every_task_method_and_setting(capsys):
 
 
 def test_help_of_every_verb(capsys):
-    for verb in ["demo", "run", "report", "list", "predict", "study", "results"]:
+    for verb in ["demo", "run", "report", "list", "predict", "study", "results", "reference"]:
         with pytest.raises(SystemExit) as stop:
             cli.main([verb, "--help"])
         assert stop.value.code == 0
@@ -600,8 +600,8 @@ def test_the_readme_and_the_help_show_the_same_commands():
     verbs = set()
     for command in readme:
         verbs.add(arguments.parser().parse_args(shlex.split(command)[1:]).verb)  # an unknown option would exit
-    assert all(f"  {verb} " in arguments.parser().format_help() for verb in verbs)
-    assert verbs == {"demo", "run", "report", "list", "predict", "study", "results"}
+    assert all(f"\n    {verb}" in arguments.parser().format_help() for verb in verbs)
+    assert verbs == {"demo", "run", "report", "list", "predict", "study", "data", "results", "reference"}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -460,3 +460,31 @@ def test_dense_refuses_many_weights_and_names_the_memory():
         transform.init({"a": torch.zeros(1000, 5), "b": torch.zeros(1000)})
     with pytest.raises(ValueError, match="would need 1.2 GB"):
         transform.init({THETA: torch.zeros(2, 6000)})
+
+
+@both
+def test_pairs_cancel_what_is_odd(kind):
+    """On a Gaussian target ∂μ is the gradient at μ without noise, and the gradient at μ is not in that of the spread:
+    a batch that pulls the mean far away leaves it as it is. One draw of each cannot do either."""
+    pulled_by = torch.tensor([30.0, -20.0, 10.0], dtype=torch.float64)
+
+    class Pulled(Quadratic):
+        def value_and_grad(self, params, batch):
+            value, outputs, grads = super().value_and_grad(params, batch)
+            return value, outputs, {k: g + pulled_by for k, g in grads.items()}
+
+    calm, pulled = Quadratic(), Pulled()
+    mean = torch.tensor([0.3, 0.1, -0.4], dtype=torch.float64)
+    transform = kind.build(calm, 0.1, log_sd=-1.0)
+    state = transform.init({THETA: mean})
+    found = {}
+    for pairs in (True, False):
+        with drawing_from(torch.Generator().manual_seed(0)):
+            one = kind.elbo_gradient(state, None, calm, 0.1, pairs=pairs)
+        with drawing_from(torch.Generator().manual_seed(0)):
+            two = kind.elbo_gradient(state, None, pulled, 0.1, pairs=pairs)
+        spread = [next(iter(part[3].values())) for part in (one, two)]
+        found[pairs] = (one[2][THETA] - calm.value_and_grad({THETA: mean}, None)[2][THETA]).abs().max()
+        assert torch.allclose(*spread) == pairs
+    assert found[True] < 1e-12
+    assert found[False] > 1e-3

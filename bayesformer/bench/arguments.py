@@ -32,6 +32,14 @@ examples:
       stochastic attention on citation graphs, as a table
   bayesformer study attention runs/posteriors/toy-m1/attention-1a2b3c4d/seed0
       mean and spread of its attention maps, as a figure
+  bayesformer study weights toy/m1 --networks 60 --out priors.toml
+      the weights of trained networks: laws that fit them, figures, and priors made of these
+  bayesformer data get mnist
+      a data set from its official source into the user's cache; `bayesformer data list` names them
+  bayesformer study fidelity results/fidelity
+      distance to the posterior against gradient evaluations, as a figure and a table
+  bayesformer reference list
+      problems whose posterior is known, and what is stored of them
   bayesformer results pack runs/
       a file per cell becomes one file of lines, runs/runs.jsonl; every command reads both
 """
@@ -47,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"bayesformer {__version__}")
     verbs = main_parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    for add in (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study, _add_results):
+    first = (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study)
+    for add in (*first, _add_data, _add_results, _add_reference):
         add(verbs)
     return main_parser
 
@@ -96,6 +105,12 @@ def _add_run(verbs: Any) -> None:
         default="auto",
         choices=["auto", "looped", "batched", "processes"],
         help="how the members of one cell run (auto: by their size; processes: with one cell at once, on --workers)",
+    )
+    run.add_argument(
+        "--networks",
+        type=Path,
+        help="folder of trained networks: those that are there are not trained again, and new ones are added; "
+        "`bayesformer study weights` fills it (none)",
     )
     run.add_argument("--no-posteriors", action="store_true", help="do not keep the posteriors")
     run.add_argument("--dry-run", action="store_true", help="only say which cells would run")
@@ -152,6 +167,59 @@ def _add_results(verbs: Any) -> None:
     pack.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folder, e.g. runs/")
 
 
+def _add_data(verbs: Any) -> None:
+    data = verbs.add_parser(
+        "data",
+        help="list, fetch and make data sets",
+        description="Data are read from the folder that BAYESFORMER_DATA names, or else from the user's cache "
+        "(BAYESFORMER_CACHE), which `get` and `make` fill. Every file is checked against a hash when it is fetched and "
+        "when it is read.",
+    )
+    names = data.add_subparsers(dest="name", metavar="action", required=True)
+    names.add_parser("list", help="data sets, and which are there")
+    get = names.add_parser("get", help="fetch data sets from their official sources")
+    get.add_argument("sets", nargs="+", metavar="NAME", help="mnist, fashion_mnist, ud_english, imdb, planetoid or all")
+    make = names.add_parser(
+        "make",
+        help="make a data set that has no source",
+        description="ambiguous_mnist: digits that are several digits at once, made of MNIST by the recipe of Mukhoti "
+        "et al. (2021), a variational autoencoder and a filter by an ensemble; about ten minutes on one core.",
+    )
+    make.add_argument("sets", choices=["ambiguous_mnist", "ambiguous-mnist"], metavar="NAME", help="ambiguous_mnist")
+    make.add_argument("--seed", type=int, default=0, help="of all randomness (0)")
+    make.add_argument("--images", type=int, default=12_000, help="images in all (12000)")
+    make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
+
+
+def _add_reference(verbs: Any) -> None:
+    reference = verbs.add_parser(
+        "reference",
+        help="posteriors that are known: make, list and check them",
+        description="Reference posteriors, in closed form or by long Hamiltonian Monte Carlo, against which the tasks "
+        "fidelity/NAME score every method. They are files in the folder that BAYESFORMER_REFERENCES names, else in "
+        "references/.",
+    )
+    names = reference.add_subparsers(dest="name", metavar="action", required=True)
+    make = names.add_parser(
+        "make",
+        help="compute and store",
+        description="Computes the reference posteriors of these problems and stores each as one file. A sampler that "
+        "was interrupted resumes when called again. sentence-head needs BAYESFORMER_DATA and its encoder.",
+    )
+    listing = names.add_parser("list", help="all problems, and what is stored of them")
+    check = names.add_parser(
+        "check",
+        help="check what is stored",
+        description="Closed forms are computed again. Of chains, R-hat of every function value is to be below 1.02; "
+        "the weights that are kept must give the outputs that are kept. Returns 1 if anything is not so.",
+    )
+    make.add_argument("problems", nargs="+", metavar="NAME", help="names or patterns, e.g. gap-mlp 'linear-*'")
+    make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
+    check.add_argument("problems", nargs="*", metavar="NAME", help="names or patterns (all that are stored)")
+    for action in (make, listing, check):
+        action.add_argument("--folder", type=Path, help="folder of the references (see above)")
+
+
 def _add_study(verbs: Any) -> None:
     study = verbs.add_parser("study", help="answer a question by many runs and one figure")
     names = study.add_subparsers(dest="name", metavar="study", required=True)
@@ -184,6 +252,15 @@ def _add_study(verbs: Any) -> None:
         "which the paper lacks, and whether its differences are seen.",
     )
     graphs.add_argument("results", type=Path, help="results folder, e.g. results/graphs")
+    distance = names.add_parser(
+        "fidelity",
+        help="distance to the posterior against gradient evaluations",
+        description="Reads stored results of the tasks fidelity/* and runs nothing. Draws one panel per problem: mean "
+        "distance of function values to the reference posterior, in its standard deviations, against the gradient "
+        "evaluations of the fit in epochs. Prints the same as tables in Markdown, with ratios of spreads by region.",
+    )
+    distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
+    distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",

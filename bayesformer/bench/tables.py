@@ -11,7 +11,10 @@ from typing import Any
 from bayesformer.bench.statistics import RISING, UNCONVERGED, entry_of, finite, unconverged
 from bayesformer.evaluate.catalogue import describe
 
-COLUMNS = ("log_likelihood", "oracle_gap", "accuracy", "ece", "crps", "auroc/shuffled", "auroc/noise")
+COLUMNS = (
+    *("log_likelihood", "oracle_gap", "accuracy", "ece", "crps", "auroc/shuffled", "auroc/noise"),
+    *("wasserstein", "spread_ratio/in", "spread_ratio/gap", "spread_ratio/out"),
+)
 
 
 def print_tables(results: Sequence[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from bayesformer.bench.planning import Cell
 from bayesformer.bench.provenance import provenance
 from bayesformer.bench.records import CHECKPOINTS, POSTERIORS
 from bayesformer.bench.tasks import TASKS, Evaluation, TaskData, describe
+from bayesformer.core.effort import counting
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.progress import Reporter
 from bayesformer.core.settings import summary
@@ -40,6 +41,7 @@ class Options:
     strategy: Strategy = "auto"
     keep_posteriors: bool = True
     checkpoint_seconds: float = 10.0
+    networks: Path | None = None  # trained networks that are not trained again
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
@@ -58,17 +60,20 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         model=task.model,
         likelihood=task.likelihood,
         data=as_batches(data.train, "train"),
-        validation=as_batches(data.validation, "validation"),
+        validation=None if data.validation is None else as_batches(data.validation, "validation"),
         training=training,
         seed=cell.seed,
         strategy=options.strategy,
         workers=options.workers if options.strategy == "processes" else None,
         checkpoint=options.results / CHECKPOINTS / cell.trained_in,
         checkpoint_seconds=options.checkpoint_seconds,
+        networks=options.networks,
         reporter=reporter,
     )
+    resumed = problem.checkpoint is not None and problem.checkpoint.exists()
     with PeakMemory() as memory:
-        posterior = _fit(method, problem)
+        with counting() as effort:
+            posterior = _fit(method, problem)
         evaluation = task.evaluate(posterior.predict, data)
     validation = _validation_score(posterior, data.validation)
     _add_diagnostics(evaluation, cell, posterior, data)
@@ -79,6 +84,8 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         kept = replace(posterior, facts={**posterior.facts, "task": made_for})
         kept.save(options.results / POSTERIORS / cell.folder)
     cost = cost_of(posterior, data.test, memory.mib)
+    if not resumed and posterior.facts.get("strategy") != "processes":  # else not all gradients were counted here
+        cost["gradient_epochs"] = round(effort.examples / len(data.train), 2)
     return _record(cell, posterior, evaluation, validation, cost, started)
 
 
@@ -92,8 +99,10 @@ def _fit(method: Method, problem: Problem) -> Posterior:
         raise DamagedFileError(f"{error} {advice}") from error
 
 
-def _validation_score(posterior: Posterior, validation: Data) -> float:
-    """Mean log-likelihood of the predictive on validation data: what settings are chosen by."""
+def _validation_score(posterior: Posterior, validation: Data | None) -> float | None:
+    """Mean log-likelihood of the predictive on validation data: what settings are chosen by; None without such data."""
+    if validation is None:
+        return None
     predictive = posterior.predict(validation.inputs)
     return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
 
@@ -101,7 +110,8 @@ def _validation_score(posterior: Posterior, validation: Data) -> float:
 def _add_diagnostics(evaluation: Evaluation, cell: Cell, posterior: Posterior, data: TaskData) -> None:
     """Traces of a posterior with enough draws per chain, and attention maps of one with stochastic attention."""
     if len(posterior.theta) >= traces.LEAST * posterior.facts.get("chains", len(posterior.theta)):
-        few = data.validation.take(slice(0, SHOWN)).inputs
+        shown = data.train if data.validation is None else data.validation
+        few = shown.take(slice(0, SHOWN)).inputs
         evaluation.metrics.update(traces.summarise(traces.function_traces(posterior, few)))
         evaluation.figures["traces"] = traces.picture(posterior, few)
     if cell.seed == 0 and posterior.draws > 1 and posterior.has_stochastic_attention:  # of one seed: maps are large
@@ -112,7 +122,7 @@ def _record(
     cell: Cell,
     posterior: Posterior,
     evaluation: Evaluation,
-    validation: float,
+    validation: float | None,
     cost: dict[str, Any],
     started: datetime,
 ) -> dict[str, Any]:
@@ -137,6 +147,7 @@ def _record(
         **provenance(),
         "device": str(posterior.theta.device),
         "fit": {name: posterior.facts[name] for name in FIT_FACTS if name in posterior.facts},
+        "doubts": [doubt.check for doubt in posterior.doubts],
         "validation": validation,
         "cost": cost,
         "primary": TASKS[cell.task]().primary,

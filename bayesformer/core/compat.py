@@ -21,6 +21,7 @@ __all__ = [
     "defaults",
     "empty_wrapper",
     "gradient_hooks",
+    "has_forward_hooks",
     "is_distributed",
     "standard_gamma",
     "transformed",
@@ -102,6 +103,11 @@ def in_backward() -> bool:
     torch has no public question for it (`_current_graph_task_id`, -1 outside of backward passes).
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anything runs when a module is called beside its own forward; torch has no public list of hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def remove_forward_hooks(module: nn.Module, functions: tuple[Callable[..., Any], ...]) -> None:

@@ -44,6 +44,38 @@ class LogJoint(Protocol):
         ...
 
 
+class WholeLogJoint(LogJoint, Protocol):
+    """A log joint that also sees all N examples, for algorithms that need more than the gradient of a batch.
+
+    Everything is in the units of the value, per example; parameters are one vector {"theta": (P,)}.
+    """
+
+    num_data: int
+    """N"""
+
+    def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
+        """Value, outputs and gradient on a batch; the gradient's memory may be reused by the next call."""
+        ...
+
+    def over_all(self, params: Params) -> tuple[Tensor, Params]:
+        """Value and gradient over all N examples as one batch; the gradient's memory may be reused."""
+        ...
+
+    def curvature_times(self, params: Params, batch: Batch, vector: Tensor) -> Tensor:
+        """(P,): (1/B Σ_n J_nᵀ Λ_n J_n - ∇² log p(θ) / N) v on a batch: the curvature of minus the value (Gauss-Newton).
+
+        J is the Jacobian of the outputs in θ, Λ the Fisher information in the outputs.
+        """
+        ...
+
+    def scores(self, params: Params, batch: Batch, count: int) -> Tensor:
+        """(S, P): ∇ log p(y | x, θ) at `count` random examples x, or at those of the batch if no others can be had.
+
+        Every y is drawn from the model, so that the mean of their outer products is the Fisher matrix per example.
+        """
+        ...
+
+
 class Transform(NamedTuple):
     """An inference algorithm as two functions.
 

@@ -1,5 +1,5 @@
 """Data sets as tensors, each module one of them."""
 
-from bayesformer.datasets import digits, graphs, imdb, planetoid, regression, toy
+from bayesformer.datasets import ambiguous_mnist, digits, graphs, imdb, mnist, planetoid, regression, toy, treebank
 
-__all__ = ["digits", "graphs", "imdb", "planetoid", "regression", "toy"]
+__all__ = ["ambiguous_mnist", "digits", "graphs", "imdb", "mnist", "planetoid", "regression", "toy", "treebank"]

@@ -1,7 +1,7 @@
 """Movie reviews from IMDB (Maas et al. 2011): positive or negative, as token numbers.
 
-The files `imdb/train.jsonl.xz` and `imdb/test.jsonl.xz` (JSON lines with `text` and `label`) are looked for in the
-folder named by BAYESFORMER_DATA. Words are lower case without punctuation; the vocabulary is that of the training
+The files `imdb/train.jsonl.xz` and `imdb/test.jsonl.xz` (JSON lines with `text` and `label`) are those of a
+data folder (`places`). Words are lower case without punctuation; the vocabulary is that of the training
 part, by frequency. A review keeps its last words, where the verdict usually is.
 """
 
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,9 +20,9 @@ from torch import Tensor
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.seeds import generator
 from bayesformer.data import Data
+from bayesformer.datasets.places import locate
 
 PADDING, UNKNOWN = 0, 1
-FOLDER = "BAYESFORMER_DATA"
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
 
@@ -58,12 +56,7 @@ def load(train: int, validation: int, test: int, words: int, length: int, seed: 
 
 def read(part: str) -> list[tuple[list[str], int]]:
     """Words and label of every review of "train" or "test"."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
-        raise FileNotFoundError(f"{FOLDER} must name the folder that holds imdb/{part}.jsonl.xz; it is not set.")
-    path = Path(folder) / "imdb" / f"{part}.jsonl.xz"
-    if not path.exists():
-        raise FileNotFoundError(f"reviews {path} do not exist; {FOLDER} must name the folder that holds imdb/.")
+    path = locate(f"imdb/{part}.jsonl.xz", "reviews")
     try:
         with lzma.open(path, "rt", encoding="utf8") as lines:
             rows = [json.loads(line) for line in lines]

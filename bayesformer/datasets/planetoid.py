@@ -1,15 +1,13 @@
 """Citation graphs Cora, Citeseer and Pubmed, with the split of Yang, Cohen & Salakhutdinov (2016).
 
-The files `planetoid/<name>.npz` are looked for in the folder named by BAYESFORMER_DATA. They hold plain arrays: the
-features in compressed rows (`x_data`, `x_indices`, `x_indptr`, `x_shape`), `y`, `edge_index` (2, E) in both directions,
-and `train_mask`, `val_mask`, `test_mask`. A class of -1 is none: such a node is in no mask.
+The files `planetoid/<name>.npz` are those of a data folder (`places`). They hold plain arrays: the features in
+compressed rows (`x_data`, `x_indices`, `x_indptr`, `x_shape`), `y`, `edge_index` (2, E) in both directions, and
+`train_mask`, `val_mask`, `test_mask`. A class of -1 is none: such a node is in no mask.
 """
 
 from __future__ import annotations
 
-import os
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,9 @@ from torch import Tensor
 
 from bayesformer.core.errors import DamagedFileError, unknown_name
 from bayesformer.datasets.graphs import Graph
+from bayesformer.datasets.places import locate
 
 GRAPHS = ("cora", "citeseer", "pubmed")
-FOLDER = "BAYESFORMER_DATA"
 MASKS = ("train_mask", "val_mask", "test_mask")
 
 
@@ -34,22 +32,12 @@ def load(name: str, normalise: bool = True) -> Graph:
     """
     if name not in GRAPHS:
         raise unknown_name("citation graph", name, GRAPHS)
-    path = _path(name)
+    path = locate(f"planetoid/{name}.npz", "graph")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             return _graph({key: stored[key] for key in stored.files}, normalise)
     except (zipfile.BadZipFile, OSError, EOFError, KeyError, IndexError, ValueError) as error:
         raise DamagedFileError(f"graph {path} cannot be read: {type(error).__name__}: {error}.") from error
-
-
-def _path(name: str) -> Path:
-    folder = os.environ.get(FOLDER)
-    if not folder:
-        raise FileNotFoundError(f"{FOLDER} must name the folder that holds planetoid/{name}.npz; it is not set.")
-    path = Path(folder) / "planetoid" / f"{name}.npz"
-    if not path.exists():
-        raise FileNotFoundError(f"graph {path} does not exist; {FOLDER} must name the folder that holds planetoid/.")
-    return path
 
 
 def _graph(stored: dict[str, Any], normalise: bool) -> Graph:

@@ -36,6 +36,11 @@ _ALL = (
     Metric("f1_macro", "F1 macro", "higher", "F1 of every class that occurs, averaged with equal weight."),
     Metric("f1_micro", "F1 micro", "higher", "F1 of the pooled counts; equals the accuracy."),
     Metric("f1_weighted", "F1 weighted", "higher", "F1 of every class, weighted by its number of targets."),
+    Metric("matthews", "Matthews", "higher", "Correlation of the answered class with the right one, -1 to 1."),
+    Metric("pearson", "Pearson", "higher", "Correlation of the predictive mean with the target, -1 to 1."),
+    Metric("spearman", "Spearman", "higher", "Correlation of the ranks of predictive means and targets, -1 to 1."),
+    Metric("exact_match", "Exact match", "higher", "Share of answers that equal a true one, word for word."),
+    Metric("token_f1", "Token F1", "higher", "F1 of the words that an answer shares with a true one."),
     Metric("ece", "ECE", "lower", "Gap between confidence and accuracy of the top label, equal-width bins."),
     Metric("ece_classwise", "ECE classwise", "lower", "Calibration gap of every class's probability."),
     Metric("ece_adaptive", "ECE adaptive", "lower", "Calibration gap of the top label, equal-mass bins."),
@@ -67,15 +72,74 @@ _ALL = (
     Metric("aupr", "AUPR", "higher", "Average precision of uncertainty as a detector of foreign inputs."),
     Metric("fpr95", "FPR at 95 % TPR", "lower", "False alarms when 95 % of the foreign inputs are found."),
     Metric(
+        "fpr95_epistemic", "FPR95 by epistemic", "lower", "The same by the epistemic part of the uncertainty alone."
+    ),
+    Metric(
+        "tree_accuracy",
+        "Tree accuracy",
+        "higher",
+        "Accuracy of the best single threshold on the uncertainty on the very examples it was fitted to; at least the "
+        "share of the larger set.",
+    ),
+    Metric(
         "stump_accuracy",
         "Stump accuracy",
         "higher",
         "Balanced held-out accuracy of one learnt threshold on the uncertainty; chance is .5.",
     ),
-    Metric("aurc", "AURC", "lower", "Error left when only the most certain are answered, over all coverages."),
+    Metric(
+        "aurc",
+        "AURC",
+        "lower",
+        "Error left when only the most certain are answered, over all coverages; of a set of foreign inputs: with them "
+        "among the questions, every answer to one of them wrong.",
+    ),
+    Metric("aurc_epistemic", "AURC by epistemic", "lower", "The same, certain by the epistemic part alone."),
     Metric("pavpu", "PAvPU", "higher", "Share of answers that are right and certain, or wrong and uncertain."),
     Metric("rhat", "R-hat", "none", "Disagreement of chains in what they predict, at its worst; 1 is agreement."),
     Metric("ess", "ESS", "none", "Independent draws that a chain's predictions are worth, in the median."),
+    Metric(
+        "wasserstein",
+        "Distance to posterior",
+        "lower",
+        "Wasserstein-2 distance of function values to the reference posterior's, in standard deviations of that one.",
+    ),
+    Metric(
+        "mean_error",
+        "Error of the mean",
+        "lower",
+        "Distance of the mean function to the reference posterior's, in standard deviations of that one.",
+    ),
+    Metric(
+        "spread_ratio",
+        "Ratio of spreads",
+        "none",
+        "Epistemic standard deviation over the reference posterior's, in the median: 1 is right.",
+    ),
+    Metric(
+        "spread_error",
+        "Error of the spread",
+        "lower",
+        "Distance of the ratio of spreads from 1, as a factor: |log of it|.",
+    ),
+    Metric(
+        "rank_error",
+        "Error of ranks",
+        "lower",
+        "How far ranks of function values in the reference posterior are from uniform: 0 to .5.",
+    ),
+    Metric(
+        "agreement",
+        "Agreement",
+        "higher",
+        "Share of inputs whose most probable class is the reference posterior's.",
+    ),
+    Metric(
+        "total_variation",
+        "Total variation",
+        "lower",
+        "Distance of the predictive probabilities to the reference posterior's: 0 to 1.",
+    ),
     Metric("epistemic_share", "Epistemic share", "none", "Part of the uncertainty that more data could remove."),
 )
 

@@ -62,8 +62,10 @@ def examples(params: Params, batch: Batch) -> int:
     return first.shape[1 if is_matrix(params) else 0]
 
 
-def check_settings(lr: float | None, transition_sd: float, sd: float | Tensor) -> None:
-    """Refuse a step size, transition or prior standard deviation that neither EKF, diagonal or dense, can use."""
+def check_settings(lr: float | None, transition_sd: float, sd: float | Tensor, temperature: float = 1.0) -> None:
+    """Refuse a step size, transition, prior spread or temperature that neither EKF, diagonal or dense, can use."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive; got {temperature}.")
     if lr is not None and not lr > 0:
         raise ValueError(f"lr must be positive, or None for the size of each batch; got {lr}.")
     if not transition_sd >= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ def build(
     *,
     sd: float | Tensor = 1.0,
     start_precision: Tensor | None = None,
+    temperature: float = 1.0,
     curvature: Curvature | None = None,
     each: Scores = scores,
 ) -> Transform:
     """Predict and correct, with the outer product of scores as curvature.
 
         Λ ← (Λ⁻¹ + q² I)⁻¹                           weights wander with sd q between batches
-        Λ ← Λ + η mean_n s_n s_nᵀ                    s_n = ∇ log p(y_n | x_n, μ)
-        μ ← μ + η Λ⁻¹ mean_n s_n
+        Λ ← Λ + η/τ mean_n s_n s_nᵀ                  s_n = ∇ log p(y_n | x_n, μ)
+        μ ← μ + η/τ Λ⁻¹ mean_n s_n
 
     Duffield et al. (2024), `posteriors`, whose code subtracts the Fisher where the equation adds it. Arguments as
     in `ekf.diag.build`; `curvature(params, batch)` returns minus the mean Hessian, (P, P) or (L, P, P), and must
@@ -46,8 +47,9 @@ def build(
     Known exactly: with q = 0 no eigenvalue of Λ ever falls. On linear regression with the exact curvature this is
     the Kalman filter: after the last batch, the posterior. With inputs along the axes it equals `ekf.diag`.
     """
-    check_settings(lr, transition_sd, sd)
-    step = partial(update, log_joint=log_joint, lr=lr, transition_sd=transition_sd, curvature=curvature, each=each)
+    check_settings(lr, transition_sd, sd, temperature)
+    settings: dict[str, Any] = {"lr": lr, "transition_sd": transition_sd, "temperature": temperature}
+    step = partial(update, log_joint=log_joint, curvature=curvature, each=each, **settings)
     return Transform(partial(init, sd=sd, start_precision=start_precision), step)
 
 
@@ -70,12 +72,13 @@ def update(
     log_joint: LogJoint,
     lr: float | None = None,
     transition_sd: float = 0.0,
+    temperature: float = 1.0,
     curvature: Curvature | None = None,
     each: Scores = scores,
 ) -> tuple[EKFDenseState, Tensor]:
     """Absorb one batch; the second value is its outputs under the mean before."""
     value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature, each)
-    rate = lr or float(examples(state.params, batch))
+    rate = (lr or examples(state.params, batch)) / temperature
     precision = predict(state.precision, transition_sd) + rate * fisher
     factor = torch.linalg.cholesky(precision)
     shift = unravel(rate * torch.cholesky_solve(grad.unsqueeze(-1), factor).squeeze(-1), state.params)
@@ -105,6 +108,21 @@ def predict(precision: Tensor, transition_sd: float) -> Tensor:
     eye = torch.eye(precision.shape[-1], dtype=precision.dtype, device=precision.device)
     wandered = torch.linalg.solve(eye + transition_sd**2 * precision, precision)
     return (wandered + wandered.mT) / 2
+
+
+def recentred(state: EKFDenseState, prior_precision: Tensor, away: Tensor) -> EKFDenseState:
+    """The state after a filter whose prior was centred `away` (P,) from where it belongs, without wandering.
+
+        μ ← μ - Λ⁻¹ Π away
+
+    A filter that starts at a mode θ* has the prior N(θ*, Π⁻¹) in the place of N(m, Π⁻¹), away = θ* - m. Exact
+    where the likelihood is Gaussian in the weights. `prior_precision` Π is (P,) or (P, P).
+    """
+    pull = prior_precision * away if prior_precision.dim() == 1 else prior_precision @ away
+    factor = torch.linalg.cholesky(state.precision.double())
+    shift = torch.cholesky_solve(pull.double().unsqueeze(-1), factor).squeeze(-1)
+    mean = ravel(state.params) - shift.to(pull)
+    return state._replace(params=unravel(mean, state.params))
 
 
 def _moments(

@@ -22,6 +22,7 @@ class IVONState(NamedTuple):
     params: Params  # the mean m
     momentum: Params  # running mean of the gradient, uphill
     hessian: Params  # h, running estimate of the curvature of the mean loss
+    averaged: Params  # mean of h over the steps after `average_after`; h itself before; empty without it
     step: Tensor  # ()
     log_joint: Tensor  # () or (L,), averaged over the draws of the last step
 
@@ -32,11 +33,13 @@ def build(
     ess: float,
     *,
     weight_decay: float = 1e-4,
-    h0: float = 1.0,
+    h0: float | Tensor = 1.0,
     betas: tuple[float, float] = (0.9, 0.99999),
     draws: int = 1,
+    pairs: bool = False,
     rescale_lr: bool = True,
     clip_radius: float = math.inf,
+    average_after: int | None = None,
 ) -> Transform:
     """Improved variational online Newton, with ĝ = -∇ log_joint(θ) at θ = m + σ ε.
 
@@ -49,13 +52,17 @@ def build(
     λ = 1 / temperature. `weight_decay` δ is the prior N(0, 1 / (λ δ)), so the log joint is the likelihood alone
     (or δ = 0 and the prior in the log joint). With `rescale_lr`, α = lr (h0 + δ), the paper's option. The step
     is clipped to `clip_radius` in each weight before α. No clipping of the gradient: ĥ would be biased. ĝ
-    and ĥ are averaged over `draws`.
+    and ĥ are averaged over `draws`; with `pairs` each draw ε comes with -ε on the same batch, at two gradients, so that
+    ĝ at the mean, with all of its noise, cancels in ĥ. `h0` may be a curvature per weight (P,), then without
+    rescale_lr. `average_after` is a step: the law has the mean of h over the steps after it in the place of the last h.
 
     Known exactly: E ĥ is the curvature, averaged over q; whatever the gradient, h + δ at most halves in a step and
     stays positive. For the loss ½ c (θ-a)² the mean settles at c a / (c+δ) and h at c, up to O(1-β₂): h at
     c + ½ (1-β₂) E(h-ĥ)² / (c+δ), where E(h-ĥ)² = c² ((m-a)² / σ² + 2).
     """
     _check(lr, ess, weight_decay, h0, betas, draws, clip_radius)
+    if rescale_lr and isinstance(h0, Tensor):
+        raise ValueError("rescale_lr must be False with a curvature h0 per weight: lr is in units of one h0; got True.")
     schedule = lr if callable(lr) else constant(lr)
     step = partial(
         update,
@@ -65,20 +72,23 @@ def build(
         weight_decay=weight_decay,
         betas=betas,
         draws=draws,
-        lr_scale=h0 + weight_decay if rescale_lr else 1.0,
+        pairs=pairs,
+        lr_scale=1.0 if isinstance(h0, Tensor) or not rescale_lr else h0 + weight_decay,
         clip_radius=clip_radius,
+        average_after=average_after,
     )
-    return Transform(partial(init, h0=h0), step)
+    return Transform(partial(init, h0=h0, averages=average_after is not None), step)
 
 
-def init(params: Params, *, h0: float = 1.0) -> IVONState:
-    """The same curvature everywhere. The mean is a copy: a flat model's own vector is overwritten by every draw."""
+def init(params: Params, *, h0: float | Tensor = 1.0, averages: bool = False) -> IVONState:
+    """The curvature h0, one for all or one per weight. The mean is a copy: draws overwrite a flat model's vector."""
     mean = {k: p.clone() for k, p in params.items()}
     momentum = {k: torch.zeros_like(p) for k, p in params.items()}
-    hessian = {k: torch.full_like(p, h0) for k, p in params.items()}
+    hessian = {k: torch.ones_like(p) * h0 for k, p in params.items()}
+    averaged = {k: h.clone() for k, h in hessian.items()} if averages else {}
     one = next(iter(params.values()))
     step = one.new_zeros((), dtype=torch.promote_types(one.dtype, torch.float32))  # half precision cannot count
-    return IVONState(mean, momentum, hessian, step, blank(params))
+    return IVONState(mean, momentum, hessian, averaged, step, blank(params))
 
 
 def update(
@@ -92,11 +102,13 @@ def update(
     weight_decay: float,
     betas: tuple[float, float],
     draws: int = 1,
+    pairs: bool = False,
     lr_scale: float = 1.0,
     clip_radius: float = math.inf,
+    average_after: int | None = None,
 ) -> tuple[IVONState, Tensor]:
     """One step; the second value is the outputs of the batch under the last draw."""
-    value, outputs, gradient, curvature = estimate(state, batch, log_joint, ess, weight_decay, draws)
+    value, outputs, gradient, curvature = estimate(state, batch, log_joint, ess, weight_decay, draws, pairs)
     b1, b2 = betas
     step = state.step.add_(1) if inplace else state.step + 1
     size = _Size(1 - b1, 1 - b2, 1 - b1**step, lr_scale * schedule(step), weight_decay, clip_radius)
@@ -106,7 +118,12 @@ def update(
         for k, mean in state.params.items()
     }
     mean, momentum, hessian = ({k: parts[i] for k, parts in moved.items()} for i in range(3))
-    return IVONState(mean, momentum, hessian, step, value), outputs
+    averaged = state.averaged
+    if average_after is not None:
+        share = (step - average_after).clamp(min=1).reciprocal()
+        blend = Tensor.lerp_ if inplace else Tensor.lerp
+        averaged = {k: blend(averaged[k], h, share.to(h.dtype)) for k, h in hessian.items()}
+    return IVONState(mean, momentum, hessian, averaged, step, value), outputs
 
 
 def sample(state: IVONState, ess: float, weight_decay: float) -> Params:
@@ -116,12 +133,18 @@ def sample(state: IVONState, ess: float, weight_decay: float) -> Params:
 
 
 def standard_deviation(state: IVONState, ess: float, weight_decay: float) -> Params:
-    """σ = 1 / √(λ (h + δ)), in the shapes of the mean."""
-    return {k: ((h + weight_decay) * ess).rsqrt_() for k, h in state.hessian.items()}
+    """σ = 1 / √(λ (h + δ)), in the shapes of the mean; with the averaged h where there is one."""
+    return {k: ((h + weight_decay) * ess).rsqrt_() for k, h in (state.averaged or state.hessian).items()}
 
 
 def estimate(
-    state: IVONState, batch: Batch, log_joint: LogJoint, ess: float, weight_decay: float, draws: int = 1
+    state: IVONState,
+    batch: Batch,
+    log_joint: LogJoint,
+    ess: float,
+    weight_decay: float,
+    draws: int = 1,
+    pairs: bool = False,
 ) -> Estimate:
     """Log joint, outputs, the gradient uphill (-ĝ) and the curvature ĥ, averaged over draws.
 
@@ -131,13 +154,12 @@ def estimate(
     evaluate = value_and_grad(log_joint)
     law = {"ess": ess, "weight_decay": weight_decay}
 
-    def one_draw() -> Estimate:
-        eps = {k: normal_like(m) for k, m in state.params.items()}
+    def at(eps: Params) -> Estimate:
         theta = {k: _draw(m, state.hessian[k], eps[k], **law) for k, m in state.params.items()}
         value, outputs, grad = evaluate(theta, batch)
         return value, outputs, grad, {k: _curvature(g, state.hessian[k], eps[k], **law) for k, g in grad.items()}
 
-    return average(one_draw, draws)
+    return average(at, lambda: {k: normal_like(m) for k, m in state.params.items()}, draws, pairs)
 
 
 def _draw(mean: Tensor, hessian: Tensor, eps: Tensor, ess: float, weight_decay: float) -> Tensor:
@@ -218,7 +240,7 @@ def _check(
     lr: float | Schedule,
     ess: float,
     weight_decay: float,
-    h0: float,
+    h0: float | Tensor,
     betas: tuple[float, float],
     draws: int,
     clip_radius: float,
@@ -229,7 +251,10 @@ def _check(
         raise ValueError(f"ess must be positive and finite (the number of examples is Bayes); got {ess}.")
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be at least 0; got {weight_decay}.")
-    if not h0 > 0:
+    if isinstance(h0, Tensor):
+        if not bool((h0 + weight_decay > 0).all()) or bool((h0 < 0).any()):
+            raise ValueError(f"h0 must be at least 0, and positive without weight_decay; got {h0.min().item()}.")
+    elif not h0 > 0:
         raise ValueError(f"h0 must be positive; got {h0}.")
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must lie in [0, 1); got {betas}.")

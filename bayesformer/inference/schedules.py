@@ -56,6 +56,18 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
     return rate
 
 
+def warmup_linear(lr: float, warmup: int, steps: int) -> Schedule:
+    """Linear to `lr` over `warmup` steps, then linear down to 0 at `steps`: η min(t / w, (n - t) / (n - w))."""
+    if not warmup >= 1:
+        raise ValueError(f"warmup must be at least 1 step; got {warmup}.")
+    rest = max(steps - warmup, 1)
+
+    def rate(step: Tensor) -> Tensor:
+        return lr * torch.minimum(step / warmup, ((steps - step) / rest).clamp(0, 1))
+
+    return rate
+
+
 def cycle_position(cycles: int, steps: int) -> Schedule:
     """Where a step stands in its cycle, in [0, 1):  r_t = ((t - 1) mod n) / n,  n = ⌈steps / cycles⌉.
 

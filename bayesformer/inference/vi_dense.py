@@ -39,6 +39,7 @@ def build(
     draws: int = 1,
     stl: bool = True,
     clip: float = math.inf,
+    pairs: bool = False,
 ) -> Transform:
     """Ascent on the evidence lower bound at θ = μ + C ε, ε ~ N(0, I), with C lower triangular and diag C = exp d.
 
@@ -56,8 +57,15 @@ def build(
     if not math.isfinite(log_sd):
         raise ValueError(f"log_sd must be finite; got {log_sd}.")
     ascent = as_rule(rule)
-    step = partial(update, log_joint=log_joint, temperature=temperature, rule=ascent, draws=draws, stl=stl, clip=clip)
-    return Transform(partial(init, rule=ascent, log_sd=log_sd), step)
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "rule": ascent,
+        "draws": draws,
+        "stl": stl,
+        "clip": clip,
+        "pairs": pairs,
+    }
+    return Transform(partial(init, rule=ascent, log_sd=log_sd), partial(update, log_joint=log_joint, **settings))
 
 
 def init(params: Params, *, rule: Rule, log_sd: float = LOG_SD) -> VIDenseState:
@@ -79,9 +87,10 @@ def update(
     draws: int = 1,
     stl: bool = True,
     clip: float = math.inf,
+    pairs: bool = False,
 ) -> tuple[VIDenseState, Tensor]:
     """One step; the second value is the outputs of the batch under the last draw."""
-    value, outputs, mean_grad, factor_grad = elbo_gradient(state, batch, log_joint, temperature, draws, stl)
+    value, outputs, mean_grad, factor_grad = elbo_gradient(state, batch, log_joint, temperature, draws, stl, pairs)
     clipped = join(clip_gradient(mean_grad, clip), {FACTOR: _clip_factor(factor_grad[FACTOR], clip)})
     moved, rule_state = rule.step(join(state.params, {FACTOR: state.factor}), clipped, state.rule, inplace)
     mean, factor = split(moved)
@@ -106,15 +115,21 @@ def covariance(state: VIDenseState) -> Tensor:
 
 
 def elbo_gradient(
-    state: VIDenseState, batch: Batch, log_joint: LogJoint, temperature: float, draws: int = 1, stl: bool = True
+    state: VIDenseState,
+    batch: Batch,
+    log_joint: LogJoint,
+    temperature: float,
+    draws: int = 1,
+    stl: bool = True,
+    pairs: bool = False,
 ) -> Estimate:
     """Log joint, outputs and the gradients of μ and of {"factor"}."""
     evaluate = value_and_grad(log_joint)
     mean, root = ravel(state.params), cholesky(state)
     sticks = stl and temperature > 0
 
-    def one_draw() -> Estimate:
-        eps = normal_like(mean)
+    def at(noise: Params) -> Estimate:
+        eps = noise[THETA]
         value, outputs, grads = evaluate(unravel(mean + times(root, eps), state.params), batch)
         grad = ravel(grads)
         if sticks:
@@ -124,7 +139,7 @@ def elbo_gradient(
         outer = (grad.unsqueeze(-1) * eps.unsqueeze(-2)).tril(-1) + log_diagonal.diag_embed()  # (..., P, P)
         return value, outputs, unravel(grad, state.params), {FACTOR: outer}
 
-    return average(one_draw, draws)
+    return average(at, lambda: {THETA: normal_like(mean)}, draws, pairs)
 
 
 def _clip_factor(grad: Tensor, clip: float) -> Tensor:

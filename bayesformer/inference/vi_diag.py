@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -56,6 +56,7 @@ def build(
     draws: int = 1,
     stl: bool = True,
     clip: float = math.inf,
+    pairs: bool = False,
 ) -> Transform:
     """Ascent on the evidence lower bound, with its gradient written out at θ = μ + σ ε, ε ~ N(0, I).
 
@@ -67,11 +68,13 @@ def build(
     (Roeder et al. 2017). The gradient is averaged over `draws`, and that of μ and that of log σ are each
     clipped to norm `clip`. `rule` is `optimise.Adam()` unless given: our form (`init`, `step`) or the
     torchopt form (`init`, `update`). Weight decay has no place in it: it would pull σ towards 1; a prior belongs
-    in the log joint.
+    in the log joint. With `pairs` every draw ε comes with -ε on the same batch, at two gradients: whatever is odd in
+    ε cancels, so that the gradient of the batch at μ, which is its noise, is not in that of log σ, and the curvature
+    along ε is not in that of μ.
 
     Known exactly: for log_joint = -½ (θ-a)ᵀΛ(θ-a) the optimum is μ = a, σ_i² = T / Λ_ii; with diagonal Λ the stl
-    gradient there is 0 for every ε. With log_sd = -inf (no noise) the path of μ is that of `optimise`; T = 0 is
-    optimisation of the expected log joint.
+    gradient there is 0 for every ε, and with pairs ∂μ is the gradient at μ, without noise, for any Λ. With
+    log_sd = -inf (no noise) the path of μ is that of `optimise`; T = 0 is optimisation of the expected log joint.
     """
     check_settings(temperature, draws, clip)
     if math.isnan(log_sd) or log_sd == math.inf:
@@ -79,8 +82,15 @@ def build(
     if stl and temperature > 0 and log_sd == -math.inf:
         raise ValueError("log_sd must be finite with stl=True: ε / σ has no value at σ = 0; got -inf.")
     ascent = as_rule(rule)
-    step = partial(update, log_joint=log_joint, temperature=temperature, rule=ascent, draws=draws, stl=stl, clip=clip)
-    return Transform(partial(init, rule=ascent, log_sd=log_sd), step)
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "rule": ascent,
+        "draws": draws,
+        "stl": stl,
+        "clip": clip,
+        "pairs": pairs,
+    }
+    return Transform(partial(init, rule=ascent, log_sd=log_sd), partial(update, log_joint=log_joint, **settings))
 
 
 def init(params: Params, *, rule: Rule, log_sd: float = LOG_SD) -> VIDiagState:
@@ -101,9 +111,10 @@ def update(
     draws: int = 1,
     stl: bool = True,
     clip: float = math.inf,
+    pairs: bool = False,
 ) -> tuple[VIDiagState, Tensor]:
     """One step; the second value is the outputs of the batch under the last draw."""
-    value, outputs, mean_grad, log_sd_grad = elbo_gradient(state, batch, log_joint, temperature, draws, stl)
+    value, outputs, mean_grad, log_sd_grad = elbo_gradient(state, batch, log_joint, temperature, draws, stl, pairs)
     clipped = join(clip_gradient(mean_grad, clip, inplace), clip_gradient(log_sd_grad, clip, inplace))
     moved, rule_state = rule.step(join(state.params, state.log_sd), clipped, state.rule, inplace)
     mean, log_sd = split(moved)
@@ -116,19 +127,24 @@ def sample(state: VIDiagState) -> Params:
 
 
 def elbo_gradient(
-    state: VIDiagState, batch: Batch, log_joint: LogJoint, temperature: float, draws: int = 1, stl: bool = True
+    state: VIDiagState,
+    batch: Batch,
+    log_joint: LogJoint,
+    temperature: float,
+    draws: int = 1,
+    stl: bool = True,
+    pairs: bool = False,
 ) -> Estimate:
     """Log joint, outputs and the gradients of μ and of log σ, without a graph through the sampling."""
     evaluate = value_and_grad(log_joint)
     combine = partial(_gradients, temperature=temperature, stl=stl and temperature > 0)
 
-    def one_draw() -> Estimate:
-        eps = {k: normal_like(p) for k, p in state.params.items()}
+    def at(eps: Params) -> Estimate:
         value, outputs, grad = evaluate({k: _draw(p, state.log_sd[k], eps[k]) for k, p in state.params.items()}, batch)
         parts = {k: combine(g, state.log_sd[k], eps[k]) for k, g in grad.items()}
         return value, outputs, {k: both[0] for k, both in parts.items()}, {k: both[1] for k, both in parts.items()}
 
-    return average(one_draw, draws)
+    return average(at, lambda: {k: normal_like(p) for k, p in state.params.items()}, draws, pairs)
 
 
 def _draw(mean: Tensor, log_sd: Tensor, eps: Tensor) -> Tensor:
@@ -159,19 +175,36 @@ def _gradients(grad: Tensor, log_sd: Tensor, eps: Tensor, temperature: float, st
     return grad, eps
 
 
-def average(one_draw: Callable[[], Estimate], draws: int) -> Estimate:
-    """Means of the value and of both parts over draws, and the last outputs. One draw is passed on as it is."""
-    value, outputs, first, second = one_draw()
-    if draws == 1:
-        return value, outputs, first, second
-    # copies: the log joint may reuse the memory of its gradient
-    first, second = ({k: v / draws for k, v in part.items()} for part in (first, second))
-    for _ in range(draws - 1):
-        more, outputs, *parts = one_draw()
-        value = value + more
+def average(at: Callable[[Params], Estimate], noise: Callable[[], Params], draws: int, pairs: bool = False) -> Estimate:
+    """Means of the value and of both parts over draws, and the last outputs. One draw is passed on as it is.
+
+    Args:
+        at: the estimate at one ε, which may be overwritten by it.
+        noise: makes an ε.
+        draws: how many.
+        pairs: whether each is followed by -ε.
+    """
+    count = 2 * draws if pairs else draws
+    if count == 1:
+        return at(noise())
+    values, first, second = [], {}, {}  # type: list[Tensor], Params, Params
+    for eps in _signed(noise, draws, pairs):
+        value, outputs, *parts = at(eps)
+        values.append(value)
+        # sums of their own: the log joint may reuse the memory of its gradient
         for total, part in zip((first, second), parts, strict=True):
-            total |= {k: torch.add(total[k], v, alpha=1 / draws) for k, v in part.items()}
-    return value / draws, outputs, first, second
+            total |= {k: torch.add(total[k], v, alpha=1 / count) if k in total else v / count for k, v in part.items()}
+    return torch.stack(values).mean(0), outputs, first, second
+
+
+def _signed(noise: Callable[[], Params], draws: int, pairs: bool) -> Iterator[Params]:
+    """The ε of a step, each followed by -ε in pairs."""
+    for _ in range(draws):
+        eps = noise()
+        mirrored = {k: -e for k, e in eps.items()} if pairs else None
+        yield eps
+        if mirrored is not None:
+            yield mirrored
 
 
 def join(mean: Params, log_sd: Params) -> Params:

@@ -284,8 +284,8 @@ def backpropagate(
 
     `columns` is (S, B, ..., K) for outputs (B, ..., K). Backward passes go to the outputs of the sites; the gradients
     of weights, half of an ordinary backward pass, are not computed. All columns go back in one batched pass where the
-    model's operations have one, else (or without `together`) one after another. The graph is kept for more columns and goes with `outputs`,
-    unless there are no more: without `keep` one column gives its memory back on the way.
+    model's operations have one, else (or without `together`) one after another. The graph is kept for more columns and
+    goes with `outputs`, unless there are no more: without `keep` one column gives its memory back on the way.
     """
     columns = columns.to(outputs.dtype)
     if together and len(columns) > 1 and all(site.edge is not None for site in sites):

@@ -83,6 +83,7 @@ def estimate(
     general: Sequence[str] = (),
     reporter: Reporter | None = None,
     space: Space | None = None,
+    weighted: bool = False,
 ) -> Curvature:
     """The curvature of a model's weights at their present values.
 
@@ -114,6 +115,7 @@ def estimate(
         reporter: told of progress.
         space: the inferred weights, where `model` is the module of a shell that nobody else uses; it is then run as it
             is. By default those that require a gradient, and a shell is made.
+        weighted: count the inputs in Kronecker factors by the squared gradients beside them.
     """
     data, likelihood = as_batches(data, "data"), as_likelihood(likelihood)
     _check(structure, kind, samples, batch_size, rank)
@@ -127,8 +129,8 @@ def estimate(
     probed = capture.probe(first)
     sweep = _sweep(capture, probed, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
     if sweep.kind == "ggn" and last_layer.applies(probed[1], probed[0], structure):
-        return _curvature(sweep, last_layer.fit(sweep, structure), probed[0])
-    return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index), probed[0])
+        return _curvature(sweep, last_layer.fit(sweep, structure, weighted), probed[0])
+    return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index, weighted), probed[0])
 
 
 def _sweep(
@@ -178,11 +180,12 @@ def _fit(
     rank: int,
     size: int,
     index: Tensor | None,
+    weighted: bool,
 ) -> list[CurvaturePiece]:
     if structure == "diag":
         return diagonal.fit(sweep)
     if structure == "kron":
-        return kron.fit(sweep, approximation, large, rank)
+        return kron.fit(sweep, approximation, large, rank, weighted)
     if structure == "low_rank":
         return low_rank.fit(sweep, rank)
     if structure == "subnetwork":

@@ -120,9 +120,11 @@ def applies(sites: list[Site], outputs: Tensor, structure: str) -> bool:
     return whole and not matrices[0].turned and narrow and structure in {"diag", "kron", "full"}
 
 
-def fit(sweep: Sweep, structure: str) -> list[CurvaturePiece]:
+def fit(sweep: Sweep, structure: str, weighted: bool = False) -> list[CurvaturePiece]:
     """The blocks, as the general estimators would give them."""
-    return {"diag": _diagonal, "kron": _kronecker, "full": _full}[structure](sweep)
+    if structure == "kron":
+        return _kronecker(sweep, weighted)
+    return {"diag": _diagonal, "full": _full}[structure](sweep)
 
 
 def _parts(step: BatchPass) -> tuple[str, str | None, Tensor]:
@@ -161,17 +163,21 @@ def _kept(sweep: Sweep, step: BatchPass) -> Tensor | None:
     return None if counted is None else counted.reshape(len(counted), -1)
 
 
-def _kronecker(sweep: Sweep) -> list[CurvaturePiece]:
+def _kronecker(sweep: Sweep, weighted: bool) -> list[CurvaturePiece]:
+    """Σ_n Λ_n ⊗ the mean of φ φᵀ, each example counted once or by the trace of its Λ."""
     weight, bias, outputs, inputs = _sizes(sweep)
-    outer, inner = sweep.zeros(outputs, outputs), sweep.zeros(inputs, inputs)
+    outer, inner, total = sweep.zeros(outputs, outputs), sweep.zeros(inputs, inputs), sweep.zeros(1)
 
     def add(step: BatchPass) -> None:
-        features = _parts(step)[2]
-        outer.add_(_information(sweep, step).sum(0))
-        inner.addmm_(features.mT, features)
+        features, information = _parts(step)[2], _information(sweep, step)
+        outer.add_(information.sum(0))
+        weights = information.diagonal(dim1=1, dim2=2).sum(1) if weighted else torch.ones_like(features[:, 0])  # (B,)
+        total.add_(weights.sum())
+        inner.addmm_((weights.unsqueeze(1) * features).mT, features)
 
     sweep.each(add)
-    found: dict[str, CurvatureBlock] = {weight: KroneckerCurvature.of(outer, inner / max(sweep.num_data, 1))}
+    floor = torch.finfo(total.dtype).tiny
+    found: dict[str, CurvatureBlock] = {weight: KroneckerCurvature.of(outer, inner / total.clamp_min(floor))}
     if bias is not None:
         found[bias] = DenseCurvature(outer)
     return [CurvaturePiece((name,), sweep.place([name]), found[name]) for name in sweep.names]

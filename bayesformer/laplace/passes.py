@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bayesformer.core.effort import note
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch, Inputs
@@ -51,6 +52,7 @@ class BatchPass:
         """For a few columns after another, g (S, B, ...) of every site."""
         columns = iter(self.columns)
         while some := list(islice(columns, COLUMNS)):
+            note(len(some) * len(self.batch.targets))
             yield backpropagate(self.sites, self.outputs, torch.stack(some), keep=not self.single_column)
 
     def probe_gradients(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ from bayesformer.laws.dense import Dense
 from bayesformer.laws.deviations import Deviations
 from bayesformer.laws.diagonal import Diagonal
 from bayesformer.laws.gaussian_law import GaussianLaw, from_tensors, gaussian
-from bayesformer.laws.kronecker import Factors, Kronecker
+from bayesformer.laws.kronecker import Eigenbasis, Factors, Kronecker, KroneckerBasis
 from bayesformer.laws.law import Law, buffers_of
 from bayesformer.laws.location_scale import LocationScaleLaw
 from bayesformer.laws.low_rank import LowRank
@@ -16,9 +16,11 @@ __all__ = [
     "Dense",
     "Deviations",
     "Diagonal",
+    "Eigenbasis",
     "Factors",
     "GaussianLaw",
     "Kronecker",
+    "KroneckerBasis",
     "Law",
     "LocationScaleLaw",
     "LowRank",

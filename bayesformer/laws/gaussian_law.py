@@ -17,7 +17,7 @@ from bayesformer.laws.block import Block
 from bayesformer.laws.dense import Dense
 from bayesformer.laws.deviations import Deviations
 from bayesformer.laws.diagonal import Diagonal
-from bayesformer.laws.kronecker import Kronecker
+from bayesformer.laws.kronecker import Eigenbasis, Kronecker
 from bayesformer.laws.location_scale import LocationScaleLaw, location_scale
 from bayesformer.laws.low_rank import LowRank
 from bayesformer.laws.samples import Samples
@@ -28,6 +28,7 @@ KINDS: dict[str, type[Any]] = {
     "low_rank": LowRank,
     "kronecker": Kronecker,
     "deviations": Deviations,
+    "eigenbasis": Eigenbasis,
 }
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from bayesformer.attention import install
 from bayesformer.core.errors import unknown_name
+from bayesformer.layers.blob_linear import add_blob
 from bayesformer.layers.concrete import add_concrete_sites
 from bayesformer.layers.variational import Variational
 from bayesformer.priors.setting import PriorSetting, prior_of
@@ -64,4 +65,5 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "attention": _attention,
     "variational": _variational,
     "concrete_dropout": add_concrete_sites,
+    "blob": add_blob,
 }

@@ -114,6 +114,12 @@ class Likelihood:
             return expected_second_derivative(self, promote(outputs))
         return self.hessian(outputs).diagonal(dim1=-2, dim2=-1)
 
+    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """(B, ..., K): Λ u of every position, for vectors u in the shape of the outputs."""
+        if self.elementwise:
+            return self.hessian_diagonal(outputs) * vectors
+        return (self.hessian(outputs) @ vectors.unsqueeze(-1)).squeeze(-1)
+
     def position_roots(self, outputs: Tensor) -> Callable[[int], Iterator[Tensor]]:
         """From a position t among T, see `positions`, to the columns (B, K) of a root S of its information, S Sᵀ = Λ.
 

@@ -59,6 +59,11 @@ class Categorical(Likelihood):
         probs = promote(outputs).softmax(-1)
         return probs * (1 - probs)
 
+    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """(B, ..., C): p u - p (pᵀ u), never a C by C matrix."""
+        probs = promote(outputs).softmax(-1)
+        return probs * (vectors - (probs * vectors).sum(-1, keepdim=True))
+
     def position_roots(self, outputs: Tensor) -> Callable[[int], Iterator[Tensor]]:
         """From a position to C - 1 columns (B, C) of a root of diag(p) - p pᵀ, never a C by C matrix."""
         flat = self.positions(outputs)

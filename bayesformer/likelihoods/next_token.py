@@ -61,6 +61,10 @@ class NextToken(Likelihood):
         """(B, T, V): p (1 - p) of the logits at every position."""
         return self._classes.hessian_diagonal(outputs)
 
+    def hessian_times(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """(B, T, V): p u - p (pᵀ u) at every position, never a V by V matrix."""
+        return self._classes.hessian_times(outputs, vectors)
+
     def position_roots(self, outputs: Tensor) -> Callable[[int], Iterator[Tensor]]:
         """From a position to V - 1 columns (B, V) of a root of diag(p) - p pᵀ, never a V by V matrix."""
         return self._classes.position_roots(outputs)

@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 P = TypeVar("P", bound="Predictive")
+T = TypeVar("T")
 
 
 class Predictive(Protocol):
@@ -47,6 +48,15 @@ class Predictive(Protocol):
 
     def select(self: P, mask: Tensor) -> P:
         """The questions where `mask` is True, flattened: how padding leaves every score."""
+        ...
+
+
+@runtime_checkable
+class Temperable(Protocol):
+    """A predictive that can be made wider or narrower by one number."""
+
+    def tempered(self: T, temperature: float) -> T:
+        """The same predictive at another temperature; 1 leaves it as it is."""
         ...
 
 
@@ -121,6 +131,10 @@ class CategoricalPredictive:
             )
         return self.log_mean.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
 
+    def tempered(self, temperature: float) -> CategoricalPredictive:
+        """Every draw's probabilities to the power 1/T, normalised again: logits divided by T."""
+        return CategoricalPredictive((self.log_probs / temperature).log_softmax(-1), self.ahead)
+
     def select(self, mask: Tensor) -> CategoricalPredictive:
         """The M questions where `mask` is True, as (L, M, C)."""
         return CategoricalPredictive(self.log_probs[:, mask])
@@ -194,6 +208,12 @@ class GaussianPredictive:
         z = torch.special.ndtri(torch.tensor(level, dtype=torch.float64, device="cpu")).item()
         own = self.means + z * self.widths.sqrt()
         return bisect(self.cdf, own.amin(0), own.amax(0), level)
+
+    def tempered(self, temperature: float) -> GaussianPredictive:
+        """All variances times T, around the same mean: the noise's, and that between the draws."""
+        means = self.mean + math.sqrt(temperature) * (self.means - self.mean)
+        spreads = None if self.spreads is None else temperature * self.spreads
+        return GaussianPredictive(means, temperature * self.variances, spreads)
 
     def select(self, mask: Tensor) -> GaussianPredictive:
         """The M questions where `mask` is True, as (L, M, D)."""

@@ -1,7 +1,7 @@
 """Methods: the user's choice, as small frozen dataclasses, each turning a problem into a posterior.
 
-`METHODS` is the list that the command line and the runner read. A method's docstring starts with its one-line
-description; the text under a field is its help.
+`METHODS` is the list that the command line and the runner read, `ADAPTER_METHODS` those for low-rank adapters alone.
+A method's docstring starts with its one-line description; the text under a field is its help.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from bayesformer.laplace.method import Laplace
 from bayesformer.methods.combined import Combined
 from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
 from bayesformer.methods.layers import ConcreteDropout, MeanField
+from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
 from bayesformer.methods.sampling import Baoab, Psgld, Sghmc, Sgld, Sgnht
 from bayesformer.methods.stochastic_attention import Attention
 from bayesformer.train.problem import Method, Problem
 
 __all__ = [
+    "ADAPTER_METHODS",
     "METHODS",
     "Attention",
     "Baoab",
+    "Blob",
     "Combined",
     "ConcreteDropout",
     "Ekf",
@@ -40,6 +43,7 @@ __all__ = [
     "Sgld",
     "Sgnht",
     "Swag",
+    "Tfb",
     "Vi",
     "build_method",
 ]
@@ -65,12 +69,16 @@ METHODS: dict[str, type[Any]] = {
     "laplace": Laplace,
 }
 
+ADAPTER_METHODS: dict[str, type[Any]] = {"blob": Blob, "tfb": Tfb}
+"""Methods for models with LoRA adapters of PEFT; they refuse others."""
+
 
 def build_method(name: str, settings: dict[str, Any] | None = None) -> Method:
     """A method from its name and settings."""
-    if name not in METHODS:
-        raise unknown_name("method", name, METHODS)
-    kind = METHODS[name]
+    every = METHODS | ADAPTER_METHODS
+    if name not in every:
+        raise unknown_name("method", name, every)
+    kind = every[name]
     known = [f.name for f in fields(kind)]
     for key in settings or {}:
         if key not in known:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bayesformer.core.slices import cache_sized_slices
 from bayesformer.jacobians.sites import ElementSite, EmbeddingSite, LinearSite, Site
-from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
+from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, KroneckerBasis, Law
 from bayesformer.model.space import Space
 
 SHORT = 256  # numbers of a vector that is handled together with others
@@ -64,7 +64,7 @@ def _scaling(site: LinearSite, block: Block, shape: tuple[int, int]) -> _Scaling
     if isinstance(block, Diagonal):
         sd = block.sd
         return _Scaling(sd.view(shape[::-1]).mT if site.turned else sd.view(shape))
-    if isinstance(block, Kronecker) and block.complete:
+    if isinstance(block, KroneckerBasis) and block.complete:
         scale = block.scales
         if site.turned:
             return _Scaling(scale.mT, block.in_vectors, block.out_vectors)
@@ -118,7 +118,7 @@ def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
     """
     if isinstance(block, Diagonal):
         deviations, basis = block.sd.view(site.part.shape[0], -1), None
-    elif isinstance(block, Kronecker) and block.complete and block.out_vectors is None:
+    elif isinstance(block, KroneckerBasis) and block.complete and block.out_vectors is None:
         deviations, basis = block.scales, block.in_vectors
     else:
         yield from row_roots(site, slopes, block, joint=False)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bayesformer.core.types import GaussianOutputs
 from bayesformer.jacobians.sites import ElementSite, LinearSite, Site
-from bayesformer.laws import Block, Dense, Diagonal, Kronecker, LowRank
+from bayesformer.laws import Block, Dense, Diagonal, KroneckerBasis, LowRank
 
 SQUARE = 512  # outputs up to which K by K matrices are formed where they are needed to be exact
 
@@ -77,7 +77,7 @@ def add_block(parts: HeadCovariance, block: Block, features: Sequence[Tensor]) -
     outputs = parts.diagonal.shape[-1]
     if isinstance(block, Diagonal):
         parts.diagonal = parts.diagonal + _variances(block.variance, features, outputs)
-    elif isinstance(block, Kronecker) and len(features) == 1:
+    elif isinstance(block, KroneckerBasis) and len(features) == 1:
         _add_kronecker(parts, block, features[0])
     elif isinstance(block, Dense):
         parts.added.append(contract(block.tril, features, outputs))
@@ -93,7 +93,7 @@ def add_block(parts: HeadCovariance, block: Block, features: Sequence[Tensor]) -
 
 def block_variance(block: Block, features: Sequence[Tensor], outputs: int) -> Tensor:
     """(..., K): the variances alone of what a block says of the outputs; nothing is K by K."""
-    if isinstance(block, Kronecker) and len(features) == 1:
+    if isinstance(block, KroneckerBasis) and len(features) == 1:
         spread, rest = _kronecker_spread(block, features[0])
         if block.out_vectors is None:
             return spread
@@ -112,7 +112,7 @@ def block_variance(block: Block, features: Sequence[Tensor], outputs: int) -> Te
     return found.clamp_min(0)
 
 
-def _kronecker_spread(block: Kronecker, features: Tensor) -> tuple[Tensor, Tensor]:
+def _kronecker_spread(block: KroneckerBasis, features: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_j (q_jᵀφ)² / D_kj for every output vector k (..., k), and |φ|² / d for outputs outside them (..., 1)."""
     rotated = features if block.in_vectors is None else features @ block.in_vectors
     spread = rotated.square() @ block.precisions.reciprocal().mT
@@ -138,7 +138,7 @@ def contract(columns: Tensor, features: Sequence[Tensor], outputs: int) -> Tenso
     return sum(found[1:], found[0])
 
 
-def _add_kronecker(parts: HeadCovariance, block: Kronecker, features: Tensor) -> None:
+def _add_kronecker(parts: HeadCovariance, block: KroneckerBasis, features: Tensor) -> None:
     spread, size = _kronecker_spread(block, features)  # (..., k), (..., 1)
     if block.out_vectors is None:
         parts.diagonal = parts.diagonal + spread

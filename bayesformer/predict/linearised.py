@@ -27,7 +27,7 @@ from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
 from bayesformer.jacobians.sites import slope_numbers
-from bayesformer.laws import Kronecker, Law
+from bayesformer.laws import KroneckerBasis, Law
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from bayesformer.predict.covariance_roots import CovarianceRoots, gram
@@ -252,12 +252,13 @@ class Linearised:
         """Blocks of Σ that lie in the last layer: their numbers, and the features they meet."""
         found = {}
         for number, placed in enumerate(self.roots.blocks):
-            fits = len(placed.names) == 1 or not isinstance(placed.block, Kronecker)
+            fits = len(placed.names) == 1 or not isinstance(placed.block, KroneckerBasis)
             if placed.whole and fits and all(name in features for name in placed.names):
                 found[number] = [features[name] for name in placed.names]
         return found
 
     def closed_form(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> HeadCovariance:
+        """The covariance of the outputs due to blocks of the last layer, from the features they meet."""
         found = HeadCovariance(torch.zeros_like(mean), rank)
         for number, features in head.items():
             add_block(found, self.roots.blocks[number].block, features)

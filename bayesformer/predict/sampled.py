@@ -26,6 +26,7 @@ from bayesformer.model.calling import apply, select_output, split_inputs
 from bayesformer.model.modes import set_training
 from bayesformer.model.randomness import Randomness, find_randomness, plain_attention
 from bayesformer.model.shell import Shell
+from bayesformer.predict.member_layers import SharedBase, find_shared_base
 
 TOGETHER = 4096  # input numbers of all draws of attention in one pass: more leave the cache
 
@@ -106,10 +107,14 @@ class Sampler:
         self.random = self._found(("randomness", how.noisy, how.attention), lambda: how.randomness(shell, trial_inputs))
         self.device = shell.theta.device
         self.generators = how.generators(range(count), self.device)
-        self.together = self._group(trial_inputs, strategy)
+        self.shared = None if strategy == "looped" else self._shared_base(trial_inputs)
+        self.together = 1 if self.shared else self._group(trial_inputs, strategy)
 
     def passes(self, batches: Sequence[Inputs]) -> Iterator[tuple[int, int, Tensor]]:
         """(first draw, number of the batch, outputs (l, B, ...)) for all draws and batches; weights are loaded once."""
+        if self.shared is not None:
+            yield from self._on_shared_base(self.shared, batches)
+            return
         if self.together == 1:
             for draw in range(self.count):
                 for number, batch in enumerate(batches):
@@ -120,6 +125,48 @@ class Sampler:
             draws = range(start, min(start + size, self.count))
             for number, batch in enumerate(batches):
                 yield start, number, self._several(draws, batch)
+
+    def _on_shared_base(self, base: SharedBase, batches: Sequence[Inputs]) -> Iterator[tuple[int, int, Tensor]]:
+        """Passes of as many draws as pay on the largest batch, all others one by one."""
+        size = base.draws_per_pass(max(tokens_of(batch) for batch in batches))
+        for start in range(0, self.count, size):
+            rows = [self.how.law.row(draw, self.how.seed) for draw in range(start, min(start + size, self.count))]
+            with torch.inference_mode(), base.holding(self.shell, torch.stack(rows)):
+                for number, batch in enumerate(batches):
+                    yield start, number, apply(self.shell.module, batch).unflatten(0, (len(rows), -1))
+
+    def _shared_base(self, trial_inputs: Inputs) -> SharedBase | None:
+        """The base that all draws share, where most weights are the same in all of them and one pass can take several.
+
+        Two draws in one pass must be what they are alone on the trial inputs.
+        """
+        if self.how.noisy or self.how.attention or self.count == 1 or self.how.law.buffers:
+            return None
+        key = "shared base"
+
+        def find() -> SharedBase | None:
+            law = self.how.law
+            rows = law.rows(2, self.how.seed) if law.available is None else law.rows(law.available, self.how.seed)
+            base = find_shared_base(self.shell, rows)
+            return base if base is not None and self._agrees(base, trial_inputs) else None
+
+        return self._found(key, find) if self.random.kind == "none" else None
+
+    def _agrees(self, base: SharedBase, trial_inputs: Inputs) -> bool:
+        alone = torch.stack([self.one(draw, trial_inputs) for draw in (0, 1)])
+        rows = torch.stack([self.how.law.row(draw, self.how.seed) for draw in (0, 1)])
+        try:
+            with torch.inference_mode(), base.holding(self.shell, rows):
+                together = apply(self.shell.module, trial_inputs)
+        except (
+            RuntimeError,
+            ValueError,
+            IndexError,
+            TypeError,
+            AttributeError,
+        ):  # the model does not take such batches
+            return False
+        return len(together) == 2 * alone.shape[1] and torch.allclose(together.view_as(alone), alone, 1e-2, 1e-3)
 
     def _pass_draws(self, batches: Sequence[Inputs]) -> int:
         """Draws per pass: of attention on a CPU, as many as leave the numbers of a pass in the cache."""
@@ -220,6 +267,12 @@ class Sampler:
         other = object.__new__(Sampler)
         other.__dict__ = {**self.__dict__, "generators": self.how.generators(range(draws), self.device), "together": 1}
         return other
+
+
+def tokens_of(inputs: Inputs) -> int:
+    """Vectors in the first input of a batch: tokens of a text, patches of a picture, or rows of a table."""
+    first = first_tensor(inputs)
+    return first.numel() if not first.is_floating_point() else max(1, first[..., 0].numel())
 
 
 def vmapped_outputs(shell: Shell, params: Params, inputs: Inputs) -> Tensor:

@@ -53,7 +53,7 @@ def save(posterior: Posterior, folder: Path, calibration: Calibration | None = N
         "attention": describe_families(model),
         "prepared_attention": describe_families(_prepared(model, infer, posterior.preparation)),
         "held": list(posterior.held),
-        **{name: getattr(posterior, name) for name in PLAIN},
+        **{name: getattr(posterior, name) for name in (*PLAIN, "tempering")},
         "base": base_fingerprint(model, {*learned, *frozen}),
         "facts": plain(posterior.facts),
     }
@@ -104,6 +104,7 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
         "preparation": preparation,
         "held": tuple(saved["held"]),
         **{name: saved[name] for name in PLAIN},
+        "tempering": saved.get("tempering", 1.0),
         "facts": saved["facts"],
         "frozen": {name: p.to(device) for name, p in frozen.items()},
         "calibration": None if calibration is None else (law, calibration),

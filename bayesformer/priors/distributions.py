@@ -45,6 +45,21 @@ def write_score(law: Distribution, x: Tensor, out: Tensor, weight: float) -> Ten
     return law.log_prob(x).sum(-1)
 
 
+def precision_at(law: Distribution, x: Tensor) -> Tensor:
+    """A positive curvature of -log p at `x`, elementwise: -score(x) / (x - loc), at most 4 / scale².
+
+    That is 1/scale² for a normal everywhere. For laws with heavier tails, whose log density is not concave, it is the
+    curvature of the parabola that touches the log density at `x` and has its maximum at the centre.
+    """
+    loc, scale = getattr(law, "loc", 0.0), getattr(law, "scale", 1.0)
+    if isinstance(law, Normal):
+        return torch.full_like(x, scale**-2)
+    away = x - loc
+    tiny = 1e-3 * scale
+    away = torch.where(away.abs() < tiny, tiny, away)
+    return (-law.score(loc + away) / away).clamp(0, 4 / scale**2)
+
+
 def _check_scale(name: str, scale: float) -> None:
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"{name}.scale must be positive and finite; got {scale}.")

@@ -3,8 +3,9 @@
     python -m bayesformer.study.trained_accuracy
 
 Networks are trained until they classify more than nine tenths of unseen inputs correctly, and get a Laplace posterior
-with independent weights and one of Kronecker factors (prior precision 3000, where a network is close to linear in its
-weights; 100 where "wide" is said). Widths, tasks and seeds are others than those on which the constants of the rules were chosen. Reported are
+with independent weights and one of Kronecker factors. The prior's precision is 3000, where a network is close to linear
+in its weights; 100 where "wide" is said. Widths, tasks and seeds are others than those on which the constants of the
+rules were chosen. Reported are
 
     accuracy   of the network at the mean, on unseen inputs (of next tokens, where it predicts these)
     ratio      variance of an output over that of draws, the median over outputs (and 10th, 90th percentile)
@@ -134,8 +135,8 @@ def class_token(side: int, classes: int, dim: int, depth: int) -> Callable[[], n
     def build() -> nn.Module:
         from transformers import ViTConfig, ViTForImageClassification
 
-        sizes = {"hidden_size": dim, "num_hidden_layers": depth, "intermediate_size": 2 * dim}
-        shape = {"image_size": side, "patch_size": 2, "num_channels": 1, "num_labels": classes}
+        sizes: dict[str, Any] = {"hidden_size": dim, "num_hidden_layers": depth, "intermediate_size": 2 * dim}
+        shape: dict[str, Any] = {"image_size": side, "patch_size": 2, "num_channels": 1, "num_labels": classes}
         model = ViTForImageClassification(ViTConfig(num_attention_heads=2, initializer_range=0.1, **sizes, **shape))
         return Pixels(model)
 
@@ -161,9 +162,10 @@ def bert(classes: int, dim: int, depth: int) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         from transformers import BertConfig, BertForSequenceClassification
 
-        sizes = {"hidden_size": dim, "num_hidden_layers": depth, "intermediate_size": 2 * dim, "vocab_size": 60}
-        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.1}
-        config = BertConfig(num_attention_heads=2, max_position_embeddings=32, num_labels=classes, **sizes, **off)
+        sizes: dict[str, Any] = {"hidden_size": dim, "num_hidden_layers": depth, "intermediate_size": 2 * dim}
+        sizes |= {"num_attention_heads": 2, "max_position_embeddings": 32, "num_labels": classes, "vocab_size": 60}
+        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = BertConfig(initializer_range=0.1, **sizes, **off)
         return BertForSequenceClassification(config)
 
     return build
@@ -176,8 +178,8 @@ def gpt2(dim: int, depth: int, classes: int | None = None) -> Callable[[], nn.Mo
         from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
         words = 40 if classes is None else 60
-        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1}
-        marks = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+        off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1}
+        marks: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
         config = GPT2Config(n_embd=dim, n_layer=depth, n_head=2, n_positions=32, vocab_size=words, **off, **marks)
         if classes is None:
             return GPT2LMHeadModel(config)
@@ -251,7 +253,9 @@ def variance_of_draws(posterior: Posterior, inputs: Inputs, draws: int, seed: in
     return (squares - total.square() / draws) / (draws - 1)
 
 
-def relative_cost(work: Callable[[], object], unit: Callable[[], object], rounds: int = 15, enough: float = 20) -> float:
+def relative_cost(
+    work: Callable[[], object], unit: Callable[[], object], rounds: int = 15, enough: float = 20
+) -> float:
     """Processor time of some work in units of another, by the least of some rounds made in turn."""
     seconds: list[tuple[float, float]] = []
     while len(seconds) < 2 or (len(seconds) < rounds and sum(map(sum, seconds)) < enough):
@@ -321,8 +325,19 @@ def measure(name: str, case: TrainedCase, structures: Iterable[str], draws: int)
 
 def table(contents: Sequence[Mapping[str, Any]]) -> str:
     """All stored measurements as a table in Markdown, one line per posterior."""
-    head = "| network | accuracy | posterior | rule | streamlined, ratio [10 %, 90 %] | cost | linearised | cost | one pass |"
-    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    ratio = "ratio [10 %, 90 %]"
+    names = [
+        "network",
+        "accuracy",
+        "posterior",
+        "rule",
+        f"streamlined, {ratio}",
+        "cost",
+        "linearised",
+        "cost",
+        "one pass",
+    ]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for content in contents:
         for structure, calibration in content["calibrations"].items():
             rows = {row["way"]: row for row in content["rows"] if row["structure"] == structure}

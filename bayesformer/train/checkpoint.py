@@ -81,7 +81,12 @@ def _strategy_file(folder: Path, label: str) -> Path:
 
 def job_identity(job: Job) -> str:
     """A hash of what decides the result, so that a checkpoint of another job is never continued."""
-    facts = {
+    return hashlib.sha256(json.dumps(job_facts(job), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def job_facts(job: Job) -> dict[str, Any]:
+    """What decides the result of a job, as JSON knows it."""
+    return {
         "version": __version__,
         "training": asdict(job.training),
         "seed": job.seed,
@@ -99,7 +104,6 @@ def job_identity(job: Job) -> str:
         "held": list(job.held),
         **job.identity,
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _frozen(job: Job) -> Params:

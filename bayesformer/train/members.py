@@ -25,6 +25,7 @@ from bayesformer.model.skeleton import Skeleton
 from bayesformer.train.checkpoint import record_strategy, resume_strategy
 from bayesformer.train.collect import Collect
 from bayesformer.train.loop import Job, Trained, train
+from bayesformer.train.networks import keep_networks, network_path, read_network
 from bayesformer.train.objective import KlWeight, Objective, Term
 from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
@@ -144,7 +145,17 @@ class Stage:
         path, folder = None, self.problem.checkpoint
         if folder is not None:
             path = Path(folder) / f"{self.label}-{members[0]}-{members[-1]}.safetensors"
-        return train(self.job(members), path, self.problem.checkpoint_seconds, reporter)
+        files = [file for member in members if (file := network_path(self, member)) is not None]
+        trained = train(self.job(members), path, self.problem.checkpoint_seconds, reporter)
+        if files:
+            keep_networks(files, trained, self.problem.seed, members)
+        return trained
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether members are networks trained by the optimiser from their own starts, and nothing besides."""
+        changed = (self.starts, self.skeletons, self.kl_weight, self.collect, self.terms or None)
+        return self.build is build_optimiser and all(part is None for part in changed)
 
     @property
     def weights(self) -> int:
@@ -217,13 +228,9 @@ class Fitted:
 
 def fit_stage(stage: Stage, members: int) -> Fitted:
     """Train all members of a stage, however they are run."""
-    problem = stage.problem
-    folder, count = problem.checkpoint, range(members)
-    wanted, veto = resume_strategy(folder, stage.label, problem.strategy)
-    strategy = decide(stage, count, wanted, problem.workers, veto)
-    record_strategy(folder, stage.label, strategy)
-    results = run_as(stage, count, strategy, problem.workers, problem.reporter)
-    draws = None if results[0].draws is None else torch.cat([r.draws for r in results])
+    strategy, results = _results(stage, range(members))
+    found = [r.draws for r in results if r.draws is not None]
+    draws = torch.cat(found) if found else None
     joined = {name: torch.cat([r.buffers[name] for r in results]) for name in results[0].buffers}
     kept = {name: torch.cat([r.draw_buffers[name] for r in results]) for name in results[0].draw_buffers}
     facts = {
@@ -236,6 +243,20 @@ def fit_stage(stage: Stage, members: int) -> Fitted:
     }
     theta = results[0].theta if len(results) == 1 else torch.cat([r.theta for r in results])
     return Fitted(theta, shared(joined), [r.state for r in results], draws, kept, strategy, facts)
+
+
+def _results(stage: Stage, members: Sequence[int]) -> tuple[str, list[Trained]]:
+    """The strategy, and the results of all members in order: networks that were kept are not trained again."""
+    problem, folder = stage.problem, stage.problem.checkpoint
+    files = {member: path for member in members if (path := network_path(stage, member)) is not None}
+    missing = [member for member in members if member not in files or not files[member].exists()]
+    strategy, made = "kept", []
+    if missing:
+        wanted, veto = resume_strategy(folder, stage.label, problem.strategy)
+        chosen = decide(stage, missing, wanted, problem.workers, veto)
+        record_strategy(folder, stage.label, chosen)
+        strategy, made = chosen, run_as(stage, missing, chosen, problem.workers, problem.reporter)
+    return strategy, [read_network(files[member]) for member in members] if files else made
 
 
 def facts_of(name: str, method: object, prototype: Prototype, *stages: Fitted) -> dict[str, Any]:

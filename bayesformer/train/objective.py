@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bayesformer.core.compat import transformed, tree_map
+from bayesformer.core.effort import note
 from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.core.vectors import THETA
@@ -175,6 +176,7 @@ class Objective:
 
     def _accumulate(self, batch: Batch, share: float, kappa: Tensor | float) -> tuple[Tensor, Tensor]:
         """share · (the value without the prior), averaged over samples; its gradient is added to the shell's."""
+        note(self.samples * len(batch.targets))
         scale, total = share / self.samples, torch.zeros((), device=batch.targets.device)
         for _ in range(self.samples):
             value, outputs, named = self.evaluate(self.shell.module, batch, kappa)
@@ -216,6 +218,7 @@ class Objective:
         leaves = {k: v.detach().requires_grad_() for k, v in self.shell.space.views(theta).items()}
         axes = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, batch)
         kappa = self._kappa(self.shell.module)
+        note(self.samples * batch.targets.shape[0] * batch.targets.shape[1])  # members · examples of each
         run = torch.vmap(partial(self._pure, kappa=kappa), in_dims=(0, axes), randomness="different")
         values, outputs = run(leaves, batch)
         gradients = torch.autograd.grad(values.sum(), list(leaves.values()), materialize_grads=True)

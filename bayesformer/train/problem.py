@@ -47,6 +47,8 @@ class Problem:
     workers: int | None = None
     checkpoint: Path | None = None
     checkpoint_seconds: float = 10.0
+    networks: Path | None = None
+    """a folder of trained networks: those that are there are not trained again, the others are added"""
     reporter: Reporter = field(default_factory=Silent)
 
     def __post_init__(self) -> None:

@@ -11,8 +11,10 @@ from torch import Tensor
 from bayesformer.core.vectors import pieces
 from bayesformer.laws import GaussianLaw
 from bayesformer.model.space import Space
-from bayesformer.priors.distributions import Distribution, write_score
+from bayesformer.priors.distributions import Distribution, precision_at, write_score
 from bayesformer.priors.prior import Prior
+
+WRITTEN_DOWN = 2000  # weights of a block whose inverse is formed to read off its diagonal
 
 
 class VectorPrior(Protocol):
@@ -24,6 +26,14 @@ class VectorPrior(Protocol):
 
     def write(self, theta: Tensor, grad: Tensor, scale: float) -> Tensor:
         """Put scale · ∇ log p into `grad`, over whatever was there; returns scale · log p, () or (L,)."""
+        ...
+
+    def precision(self, theta: Tensor) -> Tensor:
+        """(P,): the diagonal of a positive curvature of -log p at θ (P,); 0 where the prior is flat."""
+        ...
+
+    def precision_times(self, theta: Tensor, rows: Tensor) -> Tensor:
+        """(..., P): rows times that curvature of -log p at θ (P,)."""
         ...
 
 
@@ -38,6 +48,14 @@ class FlatPrior:
         """Fills `grad` with zeros and returns zeros, () or (L,)."""
         grad.zero_()
         return self.log_prob(theta)
+
+    def precision(self, theta: Tensor) -> Tensor:
+        """(P,): zeros, for a constant density has no curvature."""
+        return torch.zeros_like(theta)
+
+    def precision_times(self, theta: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG002
+        """(..., P): zeros in the shape of the rows."""
+        return torch.zeros_like(rows)
 
 
 class NamedPrior:
@@ -69,6 +87,18 @@ class NamedPrior:
                 value = value + write_score(law, weights, slope, scale)
         return scale * value
 
+    def precision(self, theta: Tensor) -> Tensor:
+        """(P,): of every weight, as `priors.distributions.precision_at` defines it; the constant 1/sd² of a normal."""
+        found = torch.zeros_like(theta)
+        for place, law in self.stretches:
+            if law is not None:
+                found[place] = precision_at(law, theta[place])
+        return found
+
+    def precision_times(self, theta: Tensor, rows: Tensor) -> Tensor:
+        """(..., P): every entry times the precision of its weight."""
+        return rows * self.precision(theta)
+
 
 class GaussianPrior:
     """An earlier posterior as the prior: -½ (θ - m)ᵀ Σ⁻¹ (θ - m), without its constant; flat outside its blocks."""
@@ -92,3 +122,21 @@ class GaussianPrior:
             grad[..., place] = -scale * slope
             value = value - 0.5 * scale * (deviation * slope).sum(-1)
         return value
+
+    def precision(self, theta: Tensor) -> Tensor:
+        """(P,): the diagonal of Σ⁻¹; of a block too large to be written down, one over its variances."""
+        found = torch.zeros_like(theta)
+        for place, block in zip(self.law.places, self.law.blocks, strict=True):
+            if block.size <= WRITTEN_DOWN:
+                eye = torch.eye(block.size, dtype=theta.dtype, device=theta.device)
+                found[place] = block.precision_times(eye).diagonal()
+            else:
+                found[place] = block.diagonal().reciprocal()
+        return found
+
+    def precision_times(self, theta: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG002
+        """(..., P): rows times Σ⁻¹, 0 outside its blocks."""
+        found = torch.zeros_like(rows)
+        for place, block in zip(self.law.places, self.law.blocks, strict=True):
+            found[..., place] = block.precision_times(rows[..., place])
+        return found

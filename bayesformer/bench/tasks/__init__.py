@@ -10,11 +10,15 @@ from functools import partial
 
 from bayesformer.bench.tasks.citation_graph import CitationGraph
 from bayesformer.bench.tasks.digits_vit import DigitsVit
+from bayesformer.bench.tasks.known_posterior import KnownPosterior
+from bayesformer.bench.tasks.mnist_vit import MnistVit
 from bayesformer.bench.tasks.movie_reviews import ImdbReviews
+from bayesformer.bench.tasks.pos_tagging import PosTagging
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
 from bayesformer.bench.tasks.tabular_regression import TabularRegression
 from bayesformer.bench.tasks.toy_series import ToySeries
 from bayesformer.datasets import toy
+from bayesformer.reference import PROBLEMS
 
 __all__ = [
     "TASKS",
@@ -22,6 +26,9 @@ __all__ = [
     "DigitsVit",
     "Evaluation",
     "ImdbReviews",
+    "KnownPosterior",
+    "MnistVit",
+    "PosTagging",
     "TabularRegression",
     "Task",
     "TaskData",
@@ -32,6 +39,8 @@ __all__ = [
 TASKS: dict[str, Callable[[], Task]] = {
     **{f"toy/{name}": partial(ToySeries, name) for name in toy.SERIES},
     "digits": DigitsVit,
+    "pos": PosTagging,
+    "mnist": MnistVit,
     "imdb": ImdbReviews,
     # Pubmed, which has 60 labels, gets 8 heads in the last layer and another rate in the paper.
     "graph/cora": partial(CitationGraph, "cora"),
@@ -39,6 +48,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "graph/pubmed": partial(CitationGraph, "pubmed", out_heads=8, lr=0.01),
     "regression/diabetes": partial(TabularRegression, "diabetes"),
     **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
+    **{f"fidelity/{name}": partial(KnownPosterior, name, build().version) for name, build in PROBLEMS.items()},
 }
 
 

@@ -20,9 +20,10 @@ def classification_evaluation(predictive: Predictive, test: Data, outsiders: Map
     assert isinstance(predictive, CategoricalPredictive)
     metrics = evaluate.classification(predictive, test.targets, test.mask)
     metrics |= _detected(predictive, outsiders, len(predictive.log_probs))
+    metrics |= _left_over(predictive, test.targets, outsiders)
     figures = {
         "reliability": evaluate.reliability(predictive, test.targets),
-        "entropy": _entropies({"test": predictive, **outsiders}),
+        "entropy": entropies({"test": predictive, **outsiders}),
     }
     if isinstance(test.inputs, Tensor):  # images, which can be shown
         figures["examples"] = _examples(predictive, test)
@@ -58,12 +59,29 @@ def _detected(predictive: Predictive, outsiders: Mapping[str, Predictive], draws
         found = evaluate.detection(predictive.total.flatten(), outsider.total.flatten())
         metrics |= {f"{metric}/{name}": value for metric, value in found.items()}
         if draws > 1:
-            by_spread = evaluate.auroc(predictive.epistemic.flatten(), outsider.epistemic.flatten())
-            metrics[f"auroc_epistemic/{name}"] = by_spread
+            familiar, foreign = predictive.epistemic.flatten(), outsider.epistemic.flatten()
+            metrics[f"auroc_epistemic/{name}"] = evaluate.auroc(familiar, foreign)
+            metrics[f"fpr95_epistemic/{name}"] = evaluate.fpr_at_95_tpr(familiar, foreign)
     return metrics
 
 
-def _entropies(sets: Mapping[str, Predictive], bins: int = 30) -> dict[str, Any]:
+def _left_over(
+    predictive: CategoricalPredictive, targets: Tensor, outsiders: Mapping[str, Predictive]
+) -> dict[str, float]:
+    """Area under the risk-coverage curve of test inputs and outsiders together: any answer to an outsider is wrong."""
+    wrong = (predictive.labels != targets).double().flatten()
+    metrics = {}
+    for name, outsider in outsiders.items():
+        loss = torch.cat([wrong, wrong.new_ones(outsider.total.numel())])
+        metrics[f"aurc/{name}"] = evaluate.aurc(torch.cat([predictive.total.flatten(), outsider.total.flatten()]), loss)
+        if len(predictive.log_probs) > 1:
+            spread = torch.cat([predictive.epistemic.flatten(), outsider.epistemic.flatten()])
+            metrics[f"aurc_epistemic/{name}"] = evaluate.aurc(spread, loss)
+    return metrics
+
+
+def entropies(sets: Mapping[str, Predictive], bins: int = 30) -> dict[str, Any]:
+    """Histograms of total uncertainty of several sets, from 0 to that of the uniform distribution."""
     classes = next(iter(sets.values())).probs.shape[-1]  # type: ignore[attr-defined]
     edges = torch.linspace(0, float(torch.tensor(float(classes)).log()), bins + 1)
     counts = {

@@ -23,7 +23,7 @@ class TaskData(NamedTuple):
     """The data of a task: three disjoint sets, and inputs unlike the training data."""
 
     train: Data
-    validation: Data
+    validation: Data | None  # None: nothing is chosen by them
     test: Data
     probes: Mapping[str, Tensor]  # inputs a model should be unsure about
 

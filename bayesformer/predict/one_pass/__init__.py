@@ -20,15 +20,15 @@ from bayesformer.predict.one_pass.sensitivity import input_sensitivity, layer_sh
 
 __all__ = [
     "NoRuleError",
+    "OnePass",
     "ScaleFit",
     "Settings",
-    "OnePass",
     "Uncertain",
     "fit_scale",
     "input_sensitivity",
     "layer_shares",
     "module_rule",
+    "one_pass_outputs",
     "rule",
     "scaled_outputs",
-    "one_pass_outputs",
 ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, Kronecker, Law
+from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, KroneckerBasis, Law
 from bayesformer.model.space import Space
 from bayesformer.predict.one_pass.carrier import PassContext, Uncertain
 from bayesformer.predict.one_pass.weight_covariance import Complete, Factored, WeightCovariance
@@ -74,7 +74,7 @@ def _matching(
     """The structure of the parameter that a block is about."""
     touched = _touched(space, index)
     matrix = next((name for name, (_, shape) in touched.items() if len(shape) > 1), None)
-    if isinstance(block, Kronecker) and matrix is not None and len(touched) <= 2:
+    if isinstance(block, KroneckerBasis) and matrix is not None and len(touched) <= 2:
         found = _kronecker(touched, matrix, index, block, context)
         if found is not None:
             yield matrix, found
@@ -109,7 +109,7 @@ def _kronecker(
     touched: Mapping[str, tuple[Tensor, tuple[int, ...]]],
     matrix: str,
     index: Tensor,
-    block: Kronecker,
+    block: KroneckerBasis,
     context: PassContext,
 ) -> KnownCovariance | None:
     bias = next((place for name, (place, _) in touched.items() if name != matrix), None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.laws import Kronecker
+from bayesformer.laws import Kronecker, KroneckerBasis
 
 
 class WeightCovariance(Protocol):
@@ -91,9 +91,11 @@ class Factored:
     with_bias: bool = False
 
     @classmethod
-    def of(cls, block: Kronecker, damping: str, with_bias: bool = False) -> Factored:
+    def of(cls, block: KroneckerBasis, damping: str, with_bias: bool = False) -> Factored:
         """From a block; `damping="factored"` splits d between the factors, as the authors' code does."""
         if damping == "factored":
+            if not isinstance(block, Kronecker):
+                raise ValueError("kronecker='factored' needs a precision B ⊗ A + d I, to split d; got another one.")
             if not block.complete:
                 raise ValueError("kronecker='factored' needs Kronecker factors of full rank; got one of low rank.")
             root = block.prior.sqrt()

@@ -8,6 +8,7 @@ with draws of their own, where draws are cheap: what draws have by chance then a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class Moments:
             self.variances.append((real.var(0), near.var(0)))
             self.squares.append(near.square().mean(0))
 
-    def kappa(self, claimed: Tensor) -> dict[str, float]:
+    def kappa(self, claimed: Tensor) -> dict[str, Any]:
         """Variance of draws over that of their tangents: the median over inputs and outputs, and how it changes.
 
         `claimed` (B,) are the variances that a rule gives the examples, by which the change is described.
@@ -159,7 +160,8 @@ def _median_ratio(above: Tensor, below: Tensor) -> float:
 
 def _patterns(seen: Moments, passes: DrawnPasses) -> Calibration:
     """Root and rest of M from the tangents; size and pattern from the draws."""
-    assert seen.real is not None and seen.near is not None
+    assert seen.real is not None
+    assert seen.near is not None
     weight = None if passes.head is None else passes.weight
     average = seen.near.about_zero(seen.draws)
     root = root_of(average, weight)

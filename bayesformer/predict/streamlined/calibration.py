@@ -57,7 +57,9 @@ class Calibration:
     rest: Tensor = field(default_factory=_empty)  # ρ, (C,)
     pattern: Tensor = field(default_factory=_empty)  # (C,): variances of draws about their mean
     pattern_root: Tensor = field(default_factory=_empty)  # (C, s): the leading part of a root of their covariance
-    size: Tensor = field(default_factory=_empty)  # (): mean squared deviation from the mean weights, summed over outputs
+    size: Tensor = field(
+        default_factory=_empty
+    )  # (): mean squared deviation from the mean weights, summed over outputs
 
     @property
     def doubts(self) -> tuple[Doubt, ...]:
@@ -107,7 +109,7 @@ class Calibration:
         """The calibration that `facts()` and `tensors()` describe."""
         if set(facts) != set(NUMBERS) or set(tensors) != set(TENSORS) or facts["rule"] not in get_args(Rule):
             raise ValueError(f"a calibration must have {', '.join((*NUMBERS, *TENSORS))}; got {sorted(facts)}.")
-        return cls(**facts, **tensors)
+        return cls(**facts, **dict[str, Any](tensors))
 
     def to(self, like: Tensor) -> Calibration:
         """With tensors of the dtype and on the device of `like`."""

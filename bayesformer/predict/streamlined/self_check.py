@@ -41,8 +41,8 @@ def one_pass_doubt(ratio: float) -> Doubt | None:
     return Doubt(
         "one_pass",
         f"one-pass variances are {ratio:.2g} times those of draws of the same posterior (between {low} and {high} is "
-        "expected): the rule takes tokens, layers and features as independent. They may rank inputs, and their size can "
-        "be fitted (one_pass.fit_scale); predictive='streamlined' has the right size for a few passes more.",
+        "expected): the rule takes tokens, layers and features as independent. They may rank inputs, and their size "
+        "can be fitted (one_pass.fit_scale); predictive='streamlined' has the right size for a few passes more.",
         ratio,
         low if ratio < low else high,
     )

@@ -67,7 +67,11 @@ class Streamliner:
                 yield from self._leading(piece, calibration, settings.outputs, examples)
         elif rule in ("closed", "exact"):
             for part in self.linearised.pieces(inputs, examples):
-                yield part if rule == "closed" else scaled(part, calibration.factor(part.variance.reshape(len(part.mean), -1).sum(-1)))
+                yield (
+                    part
+                    if rule == "closed"
+                    else scaled(part, calibration.factor(part.variance.reshape(len(part.mean), -1).sum(-1)))
+                )
         elif rule == "leading":
             raise ValueError("rule='leading' needs outputs at one position, at least 4; use 'exact' or 'draws'.")
         else:
@@ -143,9 +147,7 @@ class Streamliner:
 
     # Leading outputs.
 
-    def _leading(
-        self, inputs: Inputs, calibration: Calibration, rows: int, examples: int
-    ) -> Iterator[GaussianOutputs]:
+    def _leading(self, inputs: Inputs, calibration: Calibration, rows: int, examples: int) -> Iterator[GaussianOutputs]:
         head = self.head(inputs, backward=True) if calibration.apart else None
         batch = self.linearised.captured(inputs, rows)
         few = max(1, SLOPES * len(batch.mean) // max(1, rows * slope_numbers(batch.sites)))
@@ -171,9 +173,7 @@ class Streamliner:
         blocks = self.linearised.head_blocks(features_of(batch.outputs, batch.sites))
         return self.linearised.closed_form(batch.mean, blocks, rank)
 
-    def below(
-        self, batch: BatchSites, head: HeadParts | None, calibration: Calibration, rows: int
-    ) -> OutputCovariance:
+    def below(self, batch: BatchSites, head: HeadParts | None, calibration: Calibration, rows: int) -> OutputCovariance:
         """The linearised covariance due to everything that is not apart, by the rule of leading outputs."""
         if self.made is None or self.made[0] is not calibration or self.made[1] != rows:
             self.made = calibration, rows, LeadingOutputs(calibration.root, calibration.rest, rows)
@@ -191,16 +191,16 @@ class Streamliner:
     def linear_variance(self, inputs: Inputs, calibration: Calibration, rows: int | None = None) -> Tensor:
         """(B, C): variances by a backward rule, without what is apart, kappa and lift; exact with as many rows as C."""
         if calibration.rule == "exact":
-            return torch.cat([part.variance.reshape(len(part.mean), -1) for part in self.linearised.pieces(inputs, UNKNOWN)])
+            return torch.cat(
+                [part.variance.reshape(len(part.mean), -1) for part in self.linearised.pieces(inputs, UNKNOWN)]
+            )
         head = self.head(inputs, backward=True) if calibration.apart else None
         rows = rows or RuleSettings().outputs
         return self.below(self.linearised.captured(inputs, rows), head, calibration, rows).variance
 
     # Few draws and the pattern.
 
-    def _drawn(
-        self, inputs: Inputs, calibration: Calibration, draws: int | None, examples: int
-    ) -> GaussianOutputs:
+    def _drawn(self, inputs: Inputs, calibration: Calibration, draws: int | None, examples: int) -> GaussianOutputs:
         head = self.head(inputs, backward=False) if calibration.apart else None
         passes = self.passes_of(calibration.apart, head)
         found = passes.at_mean(inputs)
@@ -247,4 +247,3 @@ def scaled(outputs: GaussianOutputs, factor: Tensor) -> GaussianOutputs:
 
 def _width(mean: Tensor) -> int:
     return 1 if mean.dim() == 1 else mean.shape[-1]
-

@@ -1,0 +1,98 @@
+"""The tasks `fidelity/*`: how far a method's posterior is from one that is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from bayesformer import evaluate
+from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
+from bayesformer.likelihoods import Likelihood
+from bayesformer.reference import ReferencePosterior, ReferenceProblem, data_of, problem_of, read
+from bayesformer.train.training import Training
+
+SCORES = ("wasserstein", "mean_error", "rank_error", "total_variation", "agreement")
+
+
+@dataclass(frozen=True)
+class KnownPosterior(Task):
+    """How far a posterior is from the true one, on a problem where that is known; priors are N(0, 1)."""
+
+    problem: str
+    """name of the reference problem"""
+    version: int = 1
+    """version of the problem, which its reference and every score belong to"""
+
+    primary: ClassVar[str] = "wasserstein"
+
+    def __post_init__(self) -> None:
+        known = problem_of(self.problem).version
+        if self.version != known:
+            raise ValueError(f"version of fidelity/{self.problem} must be {known}, which there is; got {self.version}.")
+
+    @cached_property
+    def _known(self) -> ReferenceProblem:
+        return problem_of(self.problem)
+
+    @cached_property
+    def reference(self) -> ReferencePosterior:
+        """The stored reference posterior; an error if it is missing or belongs to another version."""
+        return read(self.problem, self._known)
+
+    @property
+    def likelihood(self) -> Likelihood:  # type: ignore[override]
+        """Of the targets, with known noise."""
+        return self._known.likelihood
+
+    @property
+    def description(self) -> str:
+        """One line about the problem: its model, its data and how its posterior is known."""
+        return f"Distance to the posterior. {self._known.description}"
+
+    @property
+    def training(self) -> Training:
+        """The search for a mode that methods begin with; the library's defaults unless the problem says more."""
+        return self._known.training
+
+    def load(self) -> TaskData:
+        """Training data and the inputs of every region; no validation data, since a posterior is not chosen by them."""
+        data = data_of(self._known, self.reference)
+        return TaskData(data.train, None, data.train, data.regions)
+
+    def model(self) -> nn.Module:
+        """The problem's model with fresh weights."""
+        return self._known.model()
+
+    def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
+        """Scores in every region, and their means over regions; ranks of function values as a figure."""
+        metrics: dict[str, float] = {}
+        figures: dict[str, Any] = {"ranks": {}}
+        for region, inputs in data.probes.items():
+            ours, theirs = ask(inputs), self.reference.predictive(region, self._known)
+            found = evaluate.fidelity(ours, theirs)._asdict()
+            metrics |= {f"{name}/{region}": value for name, value in found.items() if value is not None}
+            metrics[f"spread_error/{region}"] = _factor(found["spread_ratio"])
+            shares = evaluate.rank_histogram(evaluate.function_values(ours), evaluate.function_values(theirs))
+            figures["ranks"][region] = [round(share, 4) for share in shares.tolist()]
+        overall = {
+            name: sum(values) / len(values)
+            for name in (*SCORES, "spread_error")
+            if (values := [metrics[f"{name}/{region}"] for region in data.probes if f"{name}/{region}" in metrics])
+        }
+        return Evaluation({**overall, **metrics}, None, None, figures)
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        """Rows in the shape of the training inputs, perhaps flattened."""
+        shape = next(iter(data_of(self._known, self.reference).regions.values())).shape[1:]
+        if rows[0].numel() != math.prod(shape):
+            raise ValueError(f"rows of {self.problem} must hold {math.prod(shape)} numbers; got {tuple(rows.shape)}.")
+        return rows.reshape(-1, *shape)
+
+
+def _factor(ratio: float) -> float:
+    """|log ratio|: as large for half the spread as for twice; infinite for none."""
+    return abs(math.log(ratio)) if ratio > 0 else math.inf

@@ -1,0 +1,57 @@
+"""Linear maps R from standard noise φ to deviations of θ, in the forms in which a covariance R Rᵀ is cheap to apply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bayesformer.laws.kronecker import Kronecker
+
+
+@dataclass(frozen=True)
+class KroneckerRoot:
+    """R = (Q_B ⊗ Q_A) diag(D^-½) for a precision (Q_B ⊗ Q_A) diag(D) (Q_B ⊗ Q_A)ᵀ of a matrix (out, in).
+
+    Its axes are the pairs of eigenvectors, so that a law that is diagonal in φ is diagonal in the Kronecker basis.
+    """
+
+    block: Kronecker  # with all of its eigenvectors
+
+    def __post_init__(self) -> None:
+        if not self.block.complete:
+            raise ValueError("a Kronecker root needs all eigenvectors of both factors; some are missing.")
+
+    def colour(self, noise: Tensor) -> Tensor:
+        """(..., p) -> (..., p): R φ for every row φ."""
+        scaled = noise.unflatten(-1, self.block.shape) * self.block.precisions.rsqrt()
+        return self.block.rotate_back(scaled).flatten(-2)
+
+    def times_root(self, rows: Tensor) -> Tensor:
+        """(..., p) -> (..., p): Rᵀ g for every row g."""
+        turned = self.block.rotate(rows.unflatten(-1, self.block.shape))
+        return (turned * self.block.precisions.rsqrt()).flatten(-2)
+
+
+@dataclass(frozen=True)
+class StackedRoot:
+    """Roots of separate weights side by side: block-diagonal, each at its places of θ and of φ."""
+
+    places: tuple[slice | Tensor, ...]
+    roots: tuple[Any, ...]  # each with `colour` and `times_root`
+
+    def colour(self, noise: Tensor) -> Tensor:
+        """(..., P) -> (..., P): every block's R φ at its places."""
+        found = torch.zeros_like(noise)
+        for place, root in zip(self.places, self.roots, strict=True):
+            found[..., place] = root.colour(noise[..., place])
+        return found
+
+    def times_root(self, rows: Tensor) -> Tensor:
+        """(..., P) -> (..., P): every block's Rᵀ g at its places."""
+        found = torch.zeros_like(rows)
+        for place, root in zip(self.places, self.roots, strict=True):
+            found[..., place] = root.times_root(rows[..., place])
+        return found

@@ -1,0 +1,84 @@
+"""A posterior over LoRA adapters beside PEFT's own files, so that PEFT loads its mean and servers load its draws.
+
+`adapter_config.json` and `adapter_model.safetensors` are PEFT's; `posterior.json` and `posterior.safetensors` are ours,
+hold the whole, and are ignored by PEFT.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.storage import write_tensors
+from bayesformer.model.skeleton import shadow
+
+if TYPE_CHECKING:
+    from bayesformer.posterior import Posterior
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether a model is a PEFT model with one active adapter; known by attributes, PEFT is not imported for others."""
+    wrapped = isinstance(getattr(model, "peft_config", None), dict)
+    return wrapped and callable(getattr(model, "get_base_model", None)) and isinstance(model.active_adapter, str)
+
+
+def write_adapter(posterior: Posterior, theta: Tensor, folder: Path) -> None:
+    """PEFT's two files with the weights θ (P,) of the active adapter, in PEFT's own names."""
+    from peft import get_peft_model_state_dict
+
+    with posterior.shells.borrow() as shell:
+        shell.load(theta)
+        model: Any = shell.module
+        name = model.active_adapter
+        weights = get_peft_model_state_dict(model, adapter_name=name)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = model.peft_config[name]
+        write_tensors(
+            folder / WEIGHTS, {key: value.detach().clone() for key, value in weights.items()}, {"format": "pt"}
+        )
+        inference, config.inference_mode = config.inference_mode, True  # as PEFT saves it; the shell is a pool's
+        try:
+            config.save_pretrained(str(folder))
+        finally:
+            config.inference_mode = inference
+
+
+def export_adapters(posterior: Posterior, folder: Path, draws: int, seed: int) -> list[Path]:
+    """Draws as plain PEFT adapters, one folder each."""
+    if not has_adapter(posterior.model):
+        raise ValueError(
+            f"export_adapters needs a posterior over adapters of a PEFT model; got {type(posterior.model).__name__}."
+        )
+    if posterior.noisy_draws or posterior.preparation.changes:
+        raise ValueError(
+            "export_adapters needs draws of the weights; this posterior is of a random network, whose noise no adapter "
+            "can hold."
+        )
+    folders = [folder / f"draw-{draw}" for draw in range(draws)]
+    for draw, path in enumerate(folders):
+        write_adapter(posterior, posterior.law.row(draw, seed), path)
+    return folders
+
+
+def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
+    """A plain base model with the adapter of a saved posterior, as a private tree; other models as they are."""
+    if has_adapter(model) or not (folder / CONFIG).exists():
+        return model
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(
+            f"posterior {folder} is one over LoRA adapters; to load it on a plain base model install PEFT: "
+            "pip install 'bayesformer[hf]'."
+        ) from error
+    names = [name for name, p in model.named_parameters() if p.is_floating_point()]
+    private: Any = shadow(model, names[:1])
+    try:
+        return PeftModel.from_pretrained(private, str(folder), is_trainable=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise DamagedFileError(f"posterior {folder} belongs to another base model: {error}") from error

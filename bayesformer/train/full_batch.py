@@ -1,0 +1,147 @@
+"""The log joint of all training data as a function of the inferred weights, in evaluation mode.
+
+    U(θ) = -Σ_n log p(y_n | x_n, θ) - log p(θ)
+
+with its gradient, its Gauss-Newton matrix and products with that. Sums are over N examples, not means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.seeds import fold, generator
+from bayesformer.core.types import Batch
+from bayesformer.data import as_batches
+from bayesformer.data.in_memory import Data
+from bayesformer.inference.linear_algebra import Product
+from bayesformer.jacobians import columns
+from bayesformer.jacobians.products import CurvatureProducts
+from bayesformer.laplace.estimate import Curvature, estimate
+from bayesformer.model.skeleton import Skeleton
+from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.vector_prior import VectorPrior
+
+CHUNK = 256  # examples per pass
+FORWARD, PRODUCT = 1 / 3, 2.0  # what a pass without its backward pass and a product with H cost, in epochs of gradients
+COLUMNS = 512  # per example, beyond which the curvature is taken from targets drawn from the model
+STRAIGHT = 1e-3  # second difference of outputs, over the first, below which they count as linear in the weights
+
+
+class FullBatch:
+    """U of a skeleton's weights around a start, over all data of a prototype. `epochs` counts what was computed."""
+
+    def __init__(self, prototype: Prototype, skeleton: Skeleton, start: Start, prior: VectorPrior) -> None:
+        self.prototype, self.prior, self.space = prototype, prior, skeleton.space
+        self.shell = skeleton.shell()
+        self.shell.load(start.theta)
+        self.shell.load_buffers(start.buffers)
+        self.shell.module.eval()
+        self.epochs = 0.0
+
+    @property
+    def size(self) -> int:
+        """P, the number of inferred weights."""
+        return self.space.size
+
+    @property
+    def is_objective(self) -> bool:
+        """Whether training and sampling see this very function: no noise in training passes, no moving averages."""
+        return self.prototype.randomness.kind == "none" and not self.prototype.moves_buffers
+
+    def potential(self, theta: Tensor) -> float:
+        """U(θ) over all data, summed in float64."""
+        self.shell.load(theta)
+        total = -float(self.prior.log_prob(theta).double())
+        with torch.no_grad():
+            for batch in self._batches():
+                with self._pass():
+                    total -= float(self._log_prob(batch).double().sum())
+        self.epochs += FORWARD
+        return total
+
+    def slope(self, theta: Tensor) -> tuple[float, Tensor]:
+        """U(θ) over all data and its gradient ∇U(θ) (P,)."""
+        shell, total = self.shell, -float(self.prior.log_prob(theta).double())
+        shell.load(theta)
+        assert shell.grad is not None
+        self.prior.write(shell.theta, shell.grad, -1.0)
+        for batch in self._batches():
+            with self._pass(), torch.enable_grad():
+                loss = -self._log_prob(batch).sum()
+                loss.backward()
+            total += float(loss.detach().double())
+        self.epochs += 1
+        return total, shell.grad.clone()
+
+    def curvature(self, theta: Tensor, structure: Literal["full", "kron", "diag"]) -> Curvature:
+        """The Gauss-Newton matrix of the data alone at θ, without the prior; Kronecker factors are weighted."""
+        self.shell.load(theta)
+        likelihood = self.prototype.likelihood
+        outputs = self.prototype.trial(self.shell, self.prototype.trial_batch)
+        exact = columns.count("ggn", likelihood, outputs) <= COLUMNS
+        self.epochs += 1
+        with self._pass():
+            return estimate(
+                self.shell.module,
+                likelihood,
+                self.prototype.data,
+                structure,
+                kind="ggn" if exact else "mc",
+                seed=self.prototype.problem.seed,
+                space=self.space,
+                weighted=True,
+            )
+
+    def hessian(self, theta: Tensor, examples: int | None = None) -> Product:
+        """v -> H v at θ, prior included: over all data, or over some examples drawn at random and scaled up to N."""
+        self.shell.load(theta)
+        data, share, seed = self.prototype.data, 1.0, self.prototype.problem.seed
+        count = self.prototype.problem.num_data
+        if examples is not None and examples < count:
+            batch = next(iter(data.epoch(examples, seed=fold(seed, "curvature"), member=0, epoch=0)))
+            data, share = as_batches(Data(*batch), "data"), len(batch.targets) / count
+        products = CurvatureProducts(
+            self.shell, self.prototype.likelihood, data, CHUNK, self.prototype.evaluation_randomness, seed
+        )
+
+        def times(v: Tensor) -> Tensor:
+            self.epochs += PRODUCT * share
+            return products.ggn(v) / share + self.prior.precision_times(theta, v)
+
+        return times
+
+    def is_linear(self) -> bool:
+        """Whether the outputs are linear in the weights: second differences of a few examples in a random direction.
+
+        The direction is as long as the weights of each tensor are, so that a hidden layer shows.
+        """
+        theta = self.shell.theta.clone()
+        source = generator(self.prototype.problem.seed, "linear", device=theta.device)
+        step = torch.randn(len(theta), generator=source, dtype=theta.dtype, device=theta.device)
+        for place in self.space.slices.values():
+            step[place] *= 0.5 * theta[place].square().mean().sqrt().clamp_min(0.1)
+        outputs = []
+        for point in (theta + step, theta, theta - step):
+            self.shell.load(point)
+            outputs.append(self.prototype.trial(self.shell, self.prototype.trial_batch).double())
+        self.shell.load(theta)
+        above, middle, below = outputs
+        return bool((above - 2 * middle + below).norm() <= STRAIGHT * (above - below).norm())
+
+    def _log_prob(self, batch: Batch) -> Tensor:
+        outputs = self.shell(batch.inputs)
+        return self.prototype.likelihood.log_prob(outputs, batch.targets, batch.mask)
+
+    def _batches(self) -> Iterator[Batch]:
+        return self.prototype.data.in_order(CHUNK, self.shell.theta.device)
+
+    @contextmanager
+    def _pass(self) -> Iterator[None]:
+        source = generator(self.prototype.problem.seed, "full batch", device=self.shell.theta.device)
+        with self.prototype.evaluation_randomness.passing(source):
+            yield

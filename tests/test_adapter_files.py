@@ -1,0 +1,92 @@
+"""Posteriors over adapters beside PEFT's files: PEFT loads the mean, servers the draws, we the whole."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import BertConfig, BertForSequenceClassification
+
+import bayesformer as bf
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def base(seed=0, labels=2):
+    torch.manual_seed(seed)
+    return BertForSequenceClassification(BertConfig(vocab_size=40, num_labels=labels, **SIZES)).eval()
+
+
+def adapted(model=None, name="default"):
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    return get_peft_model(base() if model is None else model, config, adapter_name=name)
+
+
+def data(n=24):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(40, (n, 6), generator=g)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": (ids[:, 0] > 20).long()}
+
+
+def fitted(method, model=None):
+    training = bf.Training(epochs=2, batch_size=12, lr=1e-2)
+    return bf.fit(model or adapted(), data(), likelihood="categorical", method=method, training=training)
+
+
+def batch():
+    return {name: value for name, value in data(5).items() if name != "labels"}
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+@pytest.mark.parametrize("method", [bf.Ensemble(3), bf.Blob(draws=3)], ids=["ensemble", "blob"])
+def test_peft_loads_the_mean_and_we_the_whole_on_the_plain_base(method, name, tmp_path):
+    posterior = fitted(method, adapted(name=name))
+    posterior.save(tmp_path)
+    mean = PeftModel.from_pretrained(base(), tmp_path).eval()
+    with posterior.at_mean.borrow() as shell, torch.no_grad():
+        torch.testing.assert_close(mean(**batch()).logits, shell(batch()), atol=1e-6, rtol=1e-5)
+    if name != "default":
+        return
+    plain = base()
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    whole = bf.Posterior.load(tmp_path, plain)
+    assert torch.equal(whole.predict(batch()).probs, posterior.predict(batch()).probs)
+    assert plain.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[key]) for key, value in plain.state_dict().items())
+    again = bf.Posterior.load(tmp_path, adapted())
+    assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
+
+
+def test_draws_are_plain_adapters_whose_average_is_the_prediction(tmp_path):
+    posterior = fitted(bf.Blob(draws=4))
+    folders = posterior.export_adapters(tmp_path, draws=4, seed=3)
+    assert [folder.name for folder in folders] == ["draw-0", "draw-1", "draw-2", "draw-3"]
+    probs = []
+    for folder in folders:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["peft_type"] == "LORA"
+        assert config["inference_mode"] is True
+        with torch.no_grad():
+            probs.append(PeftModel.from_pretrained(base(), folder).eval()(**batch()).logits.softmax(-1))
+    expected = posterior.predict(batch(), draws=4, seed=3).probs
+    torch.testing.assert_close(torch.stack(probs).mean(0), expected, atol=1e-6, rtol=1e-5)
+    assert posterior.model.peft_config["default"].inference_mode is False
+
+
+def test_what_cannot_be_exported_or_loaded_is_refused(tmp_path):
+    posterior = fitted(bf.Ensemble(2))
+    posterior.save(tmp_path / "p")
+    with pytest.raises(bf.DamagedFileError, match="another base model|another model"):
+        bf.Posterior.load(tmp_path / "p", base(labels=5))
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path / "p", base(seed=7))
+    with pytest.raises(ValueError, match="between 1 and 2"):
+        posterior.export_adapters(tmp_path / "d", draws=3)
+    x, y = torch.randn(8, 2), torch.randint(2, (8,))
+    plain = bf.fit(torch.nn.Linear(2, 2), (x, y), likelihood="categorical", training=bf.Training(1))
+    with pytest.raises(ValueError, match="adapters of a PEFT model; got Linear"):
+        plain.export_adapters(tmp_path / "d", draws=1)
+    noisy = fitted(bf.MCDropout(draws=2))
+    with pytest.raises(ValueError, match="random network"):
+        noisy.export_adapters(tmp_path / "d", draws=2)
