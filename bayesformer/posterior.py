@@ -42,6 +42,7 @@ from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamlin
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
 from bayesformer.predict.streamlined.self_check import EXAMPLES, one_pass_doubt, variance_ratio
 from bayesformer.predict.tempering import best_temperature
+from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
 
 TRIAL_EXAMPLES = 2  # examples of a trial pass
@@ -295,6 +296,39 @@ class Posterior:
         data = self._inputs(inputs)
         with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
             return one.joint(next(data.in_order(2**62, self.device)))
+
+    def layer_shares(self, inputs: Any) -> dict[str, float]:
+        """Share of the outputs' variance due to each random parameter of a Gaussian posterior, largest first.
+
+        By the linearised network on these inputs, summed over outputs and examples; the shares add up to 1.
+        """
+        _check_gaussian(self, "linearised")
+        data = self._inputs(inputs)
+        with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
+            return layer_shares(one, next(data.in_order(2**62, self.device)))
+
+    def input_sensitivity(
+        self, inputs: Tensor, output: Tensor | int | None = None, draws: int | None = None, seed: int = 0
+    ) -> Tensor:
+        """How much noise of variance r in each input would add to the variance of an output, per r, for small r.
+
+        E[(df_k/dx)²] over draws of the weights (Li et al., 2025, section 5), in the shape of the inputs, one tensor of
+        real numbers. `output` picks k among an example's outputs, one number or one per example; summed over all by
+        default. `draws` is at most 10 unless given.
+        """
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            raise ValueError("inputs must be one tensor of real numbers to have a sensitivity.")
+        count = min(10, self.law.available or 10) if draws is None else draws
+        self._check_draws(count, self.law.available)
+        x = inputs.to(self.device)
+        with self.shells.borrow() as shell:
+            found = torch.zeros_like(x)
+            for draw in range(count):
+                shell.load(self.law.row(draw, seed))
+                shell.load_buffers(buffers_of(self.law, draw))
+                shell.module.eval()
+                found += squared_slopes(shell, x, output) / count
+        return found
 
     def predict(
         self,

@@ -327,38 +327,6 @@ def test_batches_do_not_matter_and_gradients_are_off():
         assert not whole.mean.requires_grad
 
 
-def test_correlated_mode_is_the_jacobian_of_the_whole_network():
-    """Also where the model holds other weights than the posterior's mean, and leaves it as it was."""
-    model, space, theta = prepared(TASKS["toy/m1"]().model())
-    small = theta + 0.01 * torch.randn_like(theta)
-    sd = torch.rand_like(theta) * 0.1
-    x = torch.randn(2, 3, 1, dtype=torch.float64)
-    posterior = Posterior(model, Categorical(), gaussian(small, sd), predictive="streamlined")
-    found = posterior.outputs(x, settings=Settings(mode="correlated"))
-    J = jacobian(model, space, small, x)  # (2, 3, 2, P)
-    assert torch.allclose(found.covariance, (J * sd**2) @ J.mT, rtol=1e-6)
-    assert torch.equal(space.pack(dict(model.named_parameters())), theta)
-
-
-@pytest.mark.parametrize("pattern", ["mlp", "attention"])
-def test_correlated_mode_has_the_variance_of_draws_on_the_vision_transformer(pattern):
-    """The median ratio to sampling lies within .9 and 1.1, where diagonal propagation is far below."""
-    task = TASKS["digits"]()
-    model = task.model().eval()
-    space = Space.of(model)
-    theta = space.pack(dict(model.named_parameters()))
-    named = zip(space.names, space.sizes, strict=True)
-    sd = torch.cat([torch.full((size,), 0.02 if f".{pattern}." in name else 0.0) for name, size in named])
-    weights, x = gaussian(theta, sd), task.load().test.inputs[:4]
-    with torch.no_grad():
-        draws = [functional_call(model, space.views(theta + sd * torch.randn_like(theta)), (x,)) for _ in range(800)]
-    truth = torch.stack(draws).var(0)
-    correlated = one_pass_outputs(model, space, weights, x, Settings(mode="correlated"))
-    # 40 ratios with a spread of √(2 / 800) = .05 each: their median is known to about .01.
-    assert 0.9 < (correlated.variance / truth).median() < 1.1
-    assert (one_pass_outputs(model, space, weights, x).variance / truth).median() < 0.5
-
-
 def test_scale_is_fitted_and_never_worse():
     torch.manual_seed(0)
     mean = torch.randn(300, 4)
@@ -453,9 +421,9 @@ def test_a_posterior_is_asked_in_batches_of_the_size_given(monkeypatch):
     model, _, theta = mlp(3, 6, 2)
     posterior = Posterior(model, Categorical(), gaussian(theta, torch.full_like(theta, 0.1)))
     x = torch.randn(7, 3, dtype=torch.float64)
-    whole, sizes, call = posterior.outputs(x, predictive="streamlined"), [], OnePass.__call__
+    whole, sizes, call = posterior.outputs(x, predictive="one_pass"), [], OnePass.__call__
     monkeypatch.setattr(OnePass, "__call__", lambda self, some: sizes.append(len(some)) or call(self, some))
-    parts = posterior.outputs(x, predictive="streamlined", batch_size=3)
+    parts = posterior.outputs(x, predictive="one_pass", batch_size=3)
     assert sizes == [3, 3, 1]
     torch.testing.assert_close(parts.variance, whole.variance)
 
@@ -482,9 +450,7 @@ def test_posteriors_that_cannot_be_used_are_refused():
     refused(gaussian(theta, torch.full_like(theta, math.nan)), "variance of 0.weight must be finite")
     strange = torch.tensor([[math.nan, 0, 0]]).double()
     with pytest.raises(ValueError, match="inputs must be finite; got 1 NaN"):
-        Posterior(model, Categorical(), gaussian(theta, torch.ones_like(theta))).outputs(
-            strange, predictive="streamlined"
-        )
+        Posterior(model, Categorical(), gaussian(theta, torch.ones_like(theta))).outputs(strange, predictive="one_pass")
     with pytest.raises(ValueError, match="must be finite; 1 of 1 examples have NaN or infinite values in their mean"):
         one_pass_outputs(model, space, gaussian(theta, torch.ones_like(theta)), strange)
     model.train()
@@ -492,7 +458,6 @@ def test_posteriors_that_cannot_be_used_are_refused():
         gaussian(theta, torch.ones_like(theta)),
         r"model must be in eval mode: .* Call model.eval\(\)",
     )
-    refused(gaussian(theta, torch.ones_like(theta)), "eval mode", Settings(mode="correlated"))
     with pytest.raises(ValueError, match="propagate must be one of 'diag', 'full'; got 'all'"):
         Settings(propagate="all")
 

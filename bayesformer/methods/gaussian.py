@@ -46,7 +46,7 @@ class Vi:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     warm_up: float = 0.0
     """share of the epochs spent finding a mode with Adam first; with a subset at least half of them"""
     subset: str = "*"
@@ -104,7 +104,7 @@ class Ivon:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     warm_up: float = 0.5
     """share of the epochs spent finding a mode with Adam first; with a subset at least half of them"""
     subset: str = "*"
@@ -189,7 +189,7 @@ class Swag:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     subset: str = "*"
     """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
 
@@ -253,7 +253,7 @@ class Ekf:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     subset: str = "*"
     """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
 

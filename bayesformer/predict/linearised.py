@@ -110,6 +110,7 @@ class Linearised:
         if self.capture is None:
             mean = self._without_spread(inputs).mean
             return mean, mean.new_zeros(mean.numel(), mean.numel())
+        self.capture.columns = None  # an earlier batch may have had few
         outputs, sites = self.capture(inputs)
         mean = outputs.detach().to(self.space.dtype)
         covariance = mean.new_zeros(mean.numel(), mean.numel())

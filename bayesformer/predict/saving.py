@@ -21,7 +21,7 @@ from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import shadow
 from bayesformer.model.space import Space
 from bayesformer.model.starting import adapters_of
-from bayesformer.predict.streamlined.calibration import Calibration
+from bayesformer.predict.streamlined.output_calibration import Calibration
 from bayesformer.version import __version__
 
 if TYPE_CHECKING:

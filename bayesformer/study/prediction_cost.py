@@ -19,7 +19,7 @@ from bayesformer.bench.statistics import BASELINE, Result, Summary, summarise
 from bayesformer.evaluate.catalogue import describe
 from bayesformer.methods import METHODS
 
-WAYS = ("sampled", "linearised", "streamlined")  # a marker each
+WAYS = ("sampled", "linearised", "streamlined", "one_pass")  # a marker each
 GAP = "oracle_gap"
 COLUMNS = 4  # panels side by side
 

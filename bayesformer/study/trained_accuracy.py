@@ -164,7 +164,7 @@ def bert(classes: int, dim: int, depth: int) -> Callable[[], nn.Module]:
 
         sizes: dict[str, Any] = {"hidden_size": dim, "num_hidden_layers": depth, "intermediate_size": 2 * dim}
         sizes |= {"num_attention_heads": 2, "max_position_embeddings": 32, "num_labels": classes, "vocab_size": 60}
-        off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        off: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         config = BertConfig(initializer_range=0.1, **sizes, **off)
         return BertForSequenceClassification(config)
 
@@ -253,9 +253,7 @@ def variance_of_draws(posterior: Posterior, inputs: Inputs, draws: int, seed: in
     return (squares - total.square() / draws) / (draws - 1)
 
 
-def relative_cost(
-    work: Callable[[], object], unit: Callable[[], object], rounds: int = 15, enough: float = 20
-) -> float:
+def relative_cost(work: Callable[[], object], unit: Callable[[], object], rounds: int = 15, enough: float = 6) -> float:
     """Processor time of some work in units of another, by the least of some rounds made in turn."""
     seconds: list[tuple[float, float]] = []
     while len(seconds) < 2 or (len(seconds) < rounds and sum(map(sum, seconds)) < enough):

@@ -13,7 +13,7 @@ One calibration (`Calibration`) on a few inputs gives the pattern of the covaria
 linearised variance is from that of draws.
 """
 
-from bayesformer.predict.streamlined.calibration import Calibration
+from bayesformer.predict.streamlined.output_calibration import Calibration
 from bayesformer.predict.streamlined.rule_settings import RuleSettings
 from bayesformer.predict.streamlined.streamliner import Streamliner
 

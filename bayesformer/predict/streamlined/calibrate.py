@@ -17,8 +17,8 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.predict.joining import NotFiniteError
-from bayesformer.predict.streamlined.calibration import BELIEVED, Calibration
 from bayesformer.predict.streamlined.drawn_passes import DrawnPasses
+from bayesformer.predict.streamlined.output_calibration import BELIEVED, Calibration
 from bayesformer.predict.streamlined.second_moment import SecondMoment, root_of, variances_of
 from bayesformer.predict.streamlined.streamliner import Streamliner
 
@@ -74,7 +74,8 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
     found = replace(found, **seen.kappa(found.lift * claimed.sum(-1)))
     if seen.tangents:
         found = replace(found, ratio=found.lift * float(claimed.double().sum()) / float(seen.tangents))
-    return replace(found, rule="draws", wide=True) if found.kappa < BELIEVED[0] else found
+    believed = BELIEVED[0] <= found.kappa <= BELIEVED[1]
+    return found if believed else replace(found, rule="draws", wide=True)
 
 
 def _linear_variance(streamliner: Streamliner, inputs: Inputs, found: Calibration, seen: Moments) -> Tensor:
@@ -114,9 +115,10 @@ class Moments:
                 moment.add(flat, own)
                 if step != 1.0:
                     kept.append(passes.spread(flat))
-        _check_finite(sums[0], "under draws of the weights")
         for moment, own in zip((self.real, self.near), sums, strict=True):
             moment.close(own, self.draws)
+            finite = bool(torch.isfinite(moment.total).all())
+            _check_finite(own if finite else torch.full_like(own, torch.nan), "under draws of the weights")
         if step != 1.0:
             real, near = torch.stack(outputs[0]), torch.stack(outputs[1])
             self.variances.append((real.var(0), near.var(0)))

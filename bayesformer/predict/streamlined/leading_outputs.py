@@ -39,7 +39,7 @@ class Regression(NamedTuple):
 
     rows: Tensor  # U, (K, C)
     slopes: Tensor  # B, (C, K)
-    inverse: Tensor  # (U M Uᵀ)⁻¹, (K, K)
+    inverse: Tensor  # (U M Uᵀ)⁻¹ over its rank, (K, K): K, or less where M has fewer dimensions
     apart: Tensor  # (C,): the diagonal of (I - B U) diag(ρ) (I - B U)ᵀ
 
 
@@ -67,7 +67,7 @@ class LeadingOutputs:
 
     def covariance(self, chosen: Regression, seen: Tensor) -> OutputCovariance:
         """Cov f (B, C, C) as a factor and a diagonal, from the regressions of B examples and G (B, K, K)."""
-        scale = (chosen.inverse * seen).sum((-2, -1)).clamp_min(0) / seen.shape[-1]  # τ, (B,)
+        scale = (chosen.inverse * seen).sum((-2, -1)).clamp_min(0)  # τ, (B,)
         factor = chosen.slopes @ _symmetric_root(seen)
         left = self.root - chosen.slopes @ (chosen.rows @ self.root)  # (I - B U) L, (B, C, r)
         left = left * scale.sqrt()[:, None, None]
@@ -77,12 +77,13 @@ class LeadingOutputs:
         """In float64: U M Uᵀ may be nearly singular, and its inverse is then that of what is not."""
         rows, root, rest = self._rows(outputs).double(), self.root.double(), self.rest.double()
         through = root @ (root.mT @ rows.mT) + rest.unsqueeze(-1) * rows.mT  # M Uᵀ, (C, K)
-        inverse = torch.linalg.pinv(rows @ through, rtol=SINGULAR, hermitian=True)
-        slopes = through @ inverse
+        inner = rows @ through
+        inverse = torch.linalg.pinv(inner, rtol=SINGULAR, hermitian=True)
+        slopes, rank = through @ inverse, (inverse * inner).sum().clamp_min(1)
         # (I - B U) diag(ρ) (I - B U)ᵀ has the diagonal ρ - 2 ρ ∘ (B U)_cc + Σ_e ρ_e (B U)_ce²
         own = (slopes * rows.mT).sum(-1)
         apart = rest * (1 - 2 * own) + (slopes * (slopes @ ((rows * rest) @ rows.mT))).sum(-1)
-        return Regression(*(t.to(self.root) for t in (rows, slopes, inverse, apart.clamp_min(0))))
+        return Regression(*(t.to(self.root) for t in (rows, slopes, inverse / rank, apart.clamp_min(0))))
 
     def _rows(self, outputs: Tensor) -> Tensor:
         """U (K, C): some outputs, and the leading eigenvectors of what they leave of M."""

@@ -7,7 +7,7 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.types import GaussianOutputs, Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.predict.streamlined.calibrate import CHEAP, STEP
-from bayesformer.predict.streamlined.calibration import BELIEVED
+from bayesformer.predict.streamlined.output_calibration import BELIEVED
 from bayesformer.predict.streamlined.streamliner import Streamliner
 
 EXAMPLES = 16

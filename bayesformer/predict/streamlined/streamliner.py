@@ -18,9 +18,9 @@ from bayesformer.predict.covariance_roots import gram
 from bayesformer.predict.head import HeadCovariance, block_variance, features_of
 from bayesformer.predict.joining import join_outputs
 from bayesformer.predict.linearised import SLOPES, UNKNOWN, BatchSites, Linearised, factor_rank, last_linear
-from bayesformer.predict.streamlined.calibration import FEW_OUTPUTS, TINY, WIDE_DRAWS, Calibration
 from bayesformer.predict.streamlined.drawn_passes import RULE_SEED, DrawnPasses, MeanPass
 from bayesformer.predict.streamlined.leading_outputs import LeadingOutputs, OutputCovariance
+from bayesformer.predict.streamlined.output_calibration import FEW_OUTPUTS, TINY, WIDE_DRAWS, Calibration
 from bayesformer.predict.streamlined.rule_settings import Rule, RuleSettings
 
 DRAWS = 4  # of the rule "draws"

@@ -68,13 +68,13 @@ class Calibration:
         low, high = BELIEVED
         if not low <= self.kappa <= high:
             limit = low if self.kappa < low else high
-            then = f"takes {WIDE_DRAWS} draws instead" if self.wide else "multiplies its variances by this factor"
             found.append(
                 Doubt(
                     "linearisation",
                     f"outputs under draws of the weights have {self.kappa:.2f} times the variance of the linearised "
                     f"network (between {low} and {high} is expected): the posterior is too wide for a network that is "
-                    f"linear in its weights. Streamlined prediction {then}; predictive='sampled' needs no such factor.",
+                    f"linear in its weights. Streamlined prediction takes {WIDE_DRAWS} draws instead, and "
+                    "predictive='linearised' is off by this factor; predictive='sampled' is not.",
                     self.kappa,
                     limit,
                 )
@@ -101,7 +101,7 @@ class Calibration:
         return {name: getattr(self, name) for name in NUMBERS}
 
     def tensors(self) -> Params:
-        """The tensors by name, to save."""
+        """The tensors by name, as a file stores them."""
         return {name: getattr(self, name).contiguous() for name in TENSORS}
 
     @classmethod
