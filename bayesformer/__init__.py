@@ -28,12 +28,14 @@ from bayesformer.methods import (
     ConcreteDropout,
     Ekf,
     Ensemble,
+    Hmc,
     Ivon,
     Laplace,
     Map,
     MCDropout,
     MeanField,
     Mle,
+    Nuts,
     Psgld,
     Sghmc,
     Sgld,
@@ -69,6 +71,7 @@ __all__ = [
     "FidelityWarning",
     "Gaussian",
     "GaussianPredictive",
+    "Hmc",
     "Ivon",
     "Laplace",
     "MCDropout",
@@ -76,6 +79,7 @@ __all__ = [
     "MeanField",
     "Mle",
     "NextToken",
+    "Nuts",
     "OracleBeatenError",
     "Poisson",
     "PoissonPredictive",
@@ -108,3 +112,12 @@ __all__ = [
     "revert",
     "tfb",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`bayesformer.hf` is imported when it is asked for: it needs transformers, which others need not have."""
+    if name == "hf":
+        import importlib
+
+        return importlib.import_module("bayesformer.hf")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

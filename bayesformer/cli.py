@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line with these arguments, by default those of the process; returns the exit code."""
     arguments = parser().parse_args(argv)
     verbs = {"demo": demo, "run": run, "report": report, "list": list_, "predict": predict, "study": study}
-    verb = {**verbs, "results": results, "reference": reference, "data": data}[arguments.verb]
+    verb = {**verbs, "results": results, "reference": reference, "data": data, "generate": generate}[arguments.verb]
     try:
         return verb(arguments)
     except BrokenPipeError:
@@ -170,10 +170,40 @@ def predict(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def generate(arguments: argparse.Namespace) -> int:
+    """`bayesformer generate`: continue a prompt, coloured by epistemic uncertainty, and write the page if asked for."""
+    from bayesformer.generation.terminal import Streamer, read_model
+    from bayesformer.generation.token_page import page
+    from bayesformer.posterior import Posterior
+
+    if arguments.html is not None:
+        _check_file(arguments.html, "--html")
+    model, tokenizer = read_model(arguments.model, arguments.gguf)
+    found = Posterior.load(arguments.posterior, model).generate(
+        arguments.prompt,
+        arguments.draws,
+        max_new_tokens=arguments.max_new_tokens,
+        do_sample=arguments.sample,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        tokenizer=tokenizer,
+        on_step=Streamer(tokenizer),
+    )
+    total, epistemic = float(found.mean("total")[0]), float(found.mean("epistemic")[0])
+    told = f"{total:.3f} nats per token, {epistemic:.3f} of it epistemic"
+    print(f"\n\n{int(found.lengths[0])} tokens, {found.draws} draws: {told}")
+    if arguments.html is not None:
+        arguments.html.write_text(page(found), encoding="utf-8")
+        print(f"wrote {arguments.html}")
+    return 0
+
+
 def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
-    return {**verbs, "fidelity": _study_fidelity}[arguments.name](arguments)
+    verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars}
+    return verbs[arguments.name](arguments)
 
 
 def results(arguments: argparse.Namespace) -> int:
@@ -226,9 +256,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
     from bayesformer.reference.checking import check
     from bayesformer.reference.making import make
 
+    if arguments.workers < 1:
+        raise ValueError(f"--workers must be at least 1; got {arguments.workers}.")
     for name in expand(arguments.problems, PROBLEMS, "reference problem"):
         with _threads(1), bars(False if arguments.quiet else None) as reporter:
-            print(f"wrote {make(name, arguments.folder, reporter)}")
+            print(f"wrote {make(name, arguments.folder, reporter, arguments.workers)}")
         print("\n".join(f"  {finding.sentence}" for finding in check(name, arguments.folder)))
     return 0
 
@@ -236,8 +268,11 @@ def _reference_make(arguments: argparse.Namespace) -> int:
 def _reference_list(arguments: argparse.Namespace) -> int:
     """Print every problem, and what is stored of it."""
     from bayesformer.reference import PROBLEMS
-    from bayesformer.reference.checking import state
+    from bayesformer.reference.checking import state, table
 
+    if arguments.markdown:
+        print(table(arguments.folder))
+        return 0
     for name, build in PROBLEMS.items():
         print(f"{name:<20}{build().description}\n{'':<20}{state(name, arguments.folder)}")
     return 0
@@ -267,8 +302,57 @@ def _study_fidelity(arguments: argparse.Namespace) -> int:
     target = arguments.output or arguments.results / "fidelity.svg"
     _check_file(target, "--output")
     results = _read_results(arguments.results).results
-    print(fidelity_cost.table(results))
+    print(fidelity_cost.overview(results) if arguments.brief else fidelity_cost.table(results))
     print(f"figure: {fidelity_cost.figure(results, target)}")
+    return 0
+
+
+def _study_bars(arguments: argparse.Namespace) -> int:
+    """Run the fits that are missing and print how near to known posteriors they are."""
+    from bayesformer.study import bars
+
+    _check_file(arguments.output, "--output")
+    chosen, methods = ([part.strip() for part in text.split(",")] for text in (arguments.problems, arguments.methods))
+    seeds = _seed_list(arguments.seeds)
+    rows = bars.run(chosen, methods, seeds, arguments.output, lambda line: print(line, file=sys.stderr))
+    print(bars.table(rows))
+    print()
+    print(bars.alarms(rows))
+    return 0
+
+
+def _study_weights(arguments: argparse.Namespace) -> int:
+    """Train or find the networks, then write statistics, figures and priors."""
+    from bayesformer.core.progress import bars
+    from bayesformer.datasets.places import cache_folder
+    from bayesformer.study import weight_figures, weight_study
+    from bayesformer.study.weight_networks import train_networks
+
+    groups = _merge({}, arguments.set)
+    if unknown := set(groups) - {arguments.task, "training"}:
+        raise ValueError(f"--set must be of {arguments.task} or training; got {unknown.pop()!r}.")
+    if arguments.out is not None:
+        _check_file(arguments.out, "--out")
+    folder = arguments.folder or cache_folder() / "networks"
+    with _threads(arguments.threads), bars(False if arguments.quiet else None) as reporter:
+        trained = train_networks(
+            arguments.task,
+            arguments.networks,
+            folder,
+            groups.get(arguments.task),
+            groups.get("training"),
+            reporter,
+        )
+        print(f"{arguments.task}: {len(trained.theta)} networks of {trained.space.size} weights in {folder}/")
+        if arguments.train_only:
+            return 0
+        study = weight_study.study_weights(trained, reporter=reporter)
+    stem = arguments.task.replace("/", "-")
+    print(weight_study.table(study))
+    print(f"statistics: {weight_study.write(study, arguments.results / f'{stem}.json')}")
+    print(f"priors: {weight_study.write_priors(study, arguments.out or arguments.results / f'{stem}.toml')}")
+    for path in weight_figures.draw_all(study, arguments.results):
+        print(f"figure: {path}")
     return 0
 
 

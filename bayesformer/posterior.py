@@ -18,7 +18,7 @@ from bayesformer.core.pool import Pool
 from bayesformer.core.seeds import generator, stream
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params
-from bayesformer.data import as_inputs
+from bayesformer.data import as_batches, as_inputs
 from bayesformer.data.inputs import inputs_to, leaves, map_inputs
 from bayesformer.data.unlabelled import InputBatches
 from bayesformer.generation import Generation, SampledAnswers
@@ -38,9 +38,10 @@ from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble
 from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
+from bayesformer.predict.self_check import self_check
 from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamliner
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
-from bayesformer.predict.streamlined.self_check import EXAMPLES, one_pass_doubt, variance_ratio
+from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
 from bayesformer.predict.tempering import best_temperature
 from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
@@ -236,6 +237,15 @@ class Posterior:
         """Why not to believe it as it stands: what the checks at the end of the fit found; empty if nothing."""
         found = self._calibrated
         return (*doubts_in(self.facts), *(() if found is None else found.doubts))
+
+    def check(self, data: Any) -> tuple[Doubt, ...]:
+        """The thorough checks, which a fit has no time for: doubts found on the data that it was fitted to.
+
+        Of chains, the effective number of draws of outputs on the data and far off them, and the temperature by
+        gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
+        far they score below the mean, and whether linearised and sampled outputs spread alike.
+        """
+        return self_check(self, as_batches(data, "data"))
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""

@@ -9,6 +9,7 @@ The weights are random. With "lora" rank 8 on queries and values is learned, wit
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ ALL = 4.2  # copies in all where every weight is trained: weights, gradient and 
 SETTINGS: dict[str, dict[str, object]] = {
     "ensemble": {"members": 2},
     "laplace": {"predictive": "sampled", "prior_precision": 1.0, "draws": 2},
+    "swag": {"draws": 2, "every": 1, "warm_up": 0.25},
     "combined": {"settings": {"draws": 2, "burn_in": 0.0}},
 }
 CHAINS = ("sgld", "psgld", "sghmc", "sgnht", "baoab")
@@ -98,11 +100,16 @@ def run(name: str, which: str) -> None:
 
 
 def ratio(name: str, which: str) -> float:
-    """Copies of the model at the peak of a method, beyond the user's own and what a plain step computes with."""
-    peaks = []
+    """Copies of the model at the peak of a method, beyond the user's own and what a plain step computes with.
+
+    Both processes give freed memory back at once (glibc would keep what lies below its threshold for later): the peak
+    is then of what is in use, and the same in every run to a few MiB.
+    """
+    peaks, environment = [], {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     for what in (name, "plain"):
         command = [sys.executable, "-m", "benchmarks.copies", what, which]
-        peaks.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]))
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        peaks.append(float(done.stdout.split()[-1]))
     own = 3 if which == "all" else 0  # gradient and two moments that a plain step holds as well
     return (peaks[0] - peaks[1]) / MODEL_MIB + own
 

@@ -42,10 +42,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sghmc": {"draws": 1, "chains": 2},
     "sgnht": {"draws": 1, "chains": 2},
     "baoab": {"draws": 1, "chains": 2},
+    "vi": {"draws": DRAWS, "epochs": 2},
+    "ivon": {"draws": DRAWS, "epochs": 2},
+    "hmc": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_leapfrogs": 4},
+    "nuts": {"draws": 1, "chains": 2, "thin": 1, "warm_up": 2, "max_depth": 2},
     "tfb": {"draws": DRAWS, "anchors": 4, "samples": 2, "iterations": 3},
 } | {
     name: {"draws": DRAWS}
-    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "vi", "ivon", "ekf", "laplace", "blob")
+    for name in ("mc_dropout", "mean_field", "concrete_dropout", "attention", "ekf", "laplace", "blob")
 }
 
 CERTAIN = ("mle", "map")
@@ -53,17 +57,23 @@ CERTAIN = ("mle", "map")
 NO_ATTENTION = "must have softmax attention that can be replaced"
 NO_LINEAR = "must have a linear layer whose weight is learned"
 NO_DROPOUT = "needs a model with dropout"
+MOVING = "needs a log joint that stays the same; training passes of this model change buffers"
 REFUSED: dict[tuple[str, str], str] = {
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("convolutions", "lstm")},
     **{(method, kind): NO_ATTENTION for method in ("attention", "combined") for kind in ("geometric", "no_dropout")},
     ("mc_dropout", "no_dropout"): NO_DROPOUT,
+    **{(method, kind): MOVING for method in ("hmc", "nuts") for kind in ("batch_norm", "own_buffers")},
+    **{(method, "own_noise"): "needs a model that is deterministic in evaluation mode" for method in ("hmc", "nuts")},
     **{("concrete_dropout", kind): NO_LINEAR for kind in ("geometric", "only_biases")},
 }
 """Cells that are refused before training, with what the error says."""
 
 NO_RULE = "no rule says how variance passes through it"
 REFUSED_WAYS: dict[tuple[str, str], str] = {
-    **{("one_pass", kind): NO_RULE for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5")},
+    **{
+        ("one_pass", kind): NO_RULE
+        for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5", "dora")
+    },
     ("one_pass", "bfloat16_base"): "the model casts to half precision by itself",
 }
 """Ways of predicting that a kind of model does not allow, with what the error says."""

@@ -451,6 +451,15 @@ def lora() -> Example:
     return texts(peft.get_peft_model(_bert(), config))
 
 
+@kind
+def dora() -> Example:
+    """PEFT adapters with learned magnitudes (DoRA), whose norms are detached."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS", use_dora=True)
+    return texts(peft.get_peft_model(_bert(), config))
+
+
 def _llama() -> nn.Module:
     import transformers
 

@@ -26,7 +26,9 @@ from bayesformer.bench.tasks import TASKS
 from bayesformer.core.errors import OracleBeatenError
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
+from bayesformer.data import as_batches
 from bayesformer.layers.preparation import STEPS
+from bayesformer.likelihoods import Categorical
 from bayesformer.methods import METHODS, Problem
 from bayesformer.methods.stochastic_attention import Annealing
 from bayesformer.model.shell import Shell
@@ -34,6 +36,7 @@ from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.models.transformer import Encoder, Regressor
 from bayesformer.train.objective import Objective
+from bayesformer.train.prototype import Prototype
 from bayesformer.train.training import Training
 from tests.attention_models import T, V, bert_config
 from tests.test_attention_contract import Leaky
@@ -352,3 +355,42 @@ def test_a_leaky_family_beats_the_oracle():  # so the test above could fail
 
 def leaky_regressor():
     return Regressor(Encoder(dim=32, causal=True, family=Leaky))
+
+
+class Dropped(nn.Module):
+    """Attention that most training passes leave out, as layer drop does."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        if not self.training or torch.rand(()) < 0.3:
+            x = x + self.norm(self.attention(x, x, x)[0].mT).mT
+        return self.head(x.mean(1))
+
+
+def test_training_steps_that_drop_every_layer(caplog):
+    torch.manual_seed(0)
+    model, x, y = Dropped(), torch.randn(16, 3, 4), torch.arange(16) % 2
+    training = bf.Training(epochs=4, batch_size=4)
+    posterior = bf.fit(
+        model, (x, y), likelihood="categorical", method=bf.Attention(), training=training, progress=False
+    )
+    assert posterior.predict(x).probs.isfinite().all()
+    assert "do not depend on" not in caplog.text  # what one pass drops, another one uses
+    installed = bf.attention.install(Dropped(), "weibull")
+    found = set()
+    for _ in range(40):
+        installed(x)
+        found.add(bool((bf.attention.attention_kl(installed) > 0).all()))
+    assert found == {True, False}
+
+
+def test_buffers_of_layers_that_are_dropped_at_random_are_seen():
+    torch.manual_seed(0)
+    problem = Problem(Dropped(), Categorical(), as_batches((torch.randn(8, 3, 4), torch.arange(8) % 2), "data"))
+    found = Prototype(problem).probed
+    assert found.unused == ()
+    assert "norm.running_mean" in found.buffers_changed

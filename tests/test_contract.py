@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("torch_geometric")
 
+pytestmark = pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")  # fits are as short as can be
+
 SOME_KINDS = ("all_weights", "frozen_base", "batch_norm", "lora")
 """every method runs on these"""
 SOME_METHODS = (("ensemble", "sghmc", "vi", "laplace"), ("mc_dropout", "mean_field", "swag", "ekf"))

@@ -13,6 +13,8 @@ from bayesformer.methods import METHODS, build_method
 from tests.contract import SETTINGS, TRAINING, ask, facts_of_process, fit, held_while, ways_of
 from tests.contract_zoo import Attends, Example, Gate, numbers, sequences, whole
 
+pytestmark = pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")  # fits are as short as can be
+
 
 class Gated(Attends):
     """Attention behind a gate at which a thread can be held."""

@@ -181,3 +181,14 @@ def test_a_dense_metric_that_is_too_large_is_refused_with_its_size():
     part = stage(nn.Linear(1000, 3), (torch.randn(8, 1000), torch.randint(3, (8,))), "categorical")
     with pytest.raises(ValueError, match=rf"at most {DENSE} weights; got 3003, whose matrix takes 0.1 GiB"):
         find_coordinates(part, "normal(0, 1)", kind="dense")
+
+
+def test_one_output_without_an_axis_of_its_own_is_enough():
+    class Logit(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs).squeeze(-1)
+
+    x, y = classes(kinds=2)
+    found = find_coordinates(stage(Logit(4, 1), (x, y.float()), "bernoulli"), "normal(0, 1)")
+    assert (found.regime, found.kind) == ("gaussian", "dense")
+    assert found.decrement < 0.05

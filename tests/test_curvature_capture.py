@@ -10,8 +10,11 @@ from bayesformer.jacobians import batched_backward
 from bayesformer.jacobians.capture import Capture, backpropagate, mismatches
 from bayesformer.jacobians.use_recorder import UseRecorder
 from bayesformer.laplace.estimate import estimate
+from bayesformer.laws import gaussian
+from bayesformer.likelihoods import Categorical
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
+from bayesformer.predict.linearised import linearised_outputs
 from tests.curvature_zoo import MODELS, build, inferred
 
 
@@ -279,6 +282,41 @@ def test_use_that_depends_on_the_data_is_an_error():
     ):
         Capture(model)(x)
     check(model, x, Capture(model, general=list(inferred(model))))
+
+
+def test_use_that_depends_on_the_data_is_followed_by_backward_passes_from_there_on():
+    x = torch.randn(6, 3).double()
+    x[:, 0] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, 1.0])
+    model, likelihood, y = Experts().double().eval(), Categorical(), torch.tensor([0, 1, 1, 0, 1, 0])
+    space, names = Space.of(model), list(inferred(model))
+    found = estimate(model, likelihood, (x, y), "full", batch_size=6)
+    exact = estimate(model, likelihood, (x, y), "full", batch_size=6, general=names)
+    assert set(found.general) >= {"left.weight", "right.weight"}
+    torch.testing.assert_close(found.structures[0].dense(), exact.structures[0].dense())
+    law = gaussian(space.pack(dict(model.named_parameters())), torch.full((space.size,), 0.5).double())
+    whole = linearised_outputs(model, space, law, x)
+    alone = [linearised_outputs(model, space, law, x[n : n + 1]) for n in range(6)]
+    torch.testing.assert_close(whole.covariance, torch.cat([one.covariance for one in alone]))
+
+
+class Detached(nn.Module):
+    """A layer whose weight is also used without the batch, divided by its own norm, of which nothing flows back."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gain = nn.Linear(4, 2, bias=False), nn.Parameter(torch.tensor([1.5, 0.5]))
+
+    def forward(self, x):
+        norm = self.layer(torch.eye(4, dtype=x.dtype)).norm(dim=0)  # as PEFT computes the norms of DoRA
+        return self.layer(x) * (self.gain / norm.detach())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_a_use_that_is_detached_is_no_use(count):
+    run, sites = check(Detached().double().eval(), torch.randn(count, 4).double())
+    assert run.general == {"gain": "torch.Tensor.div"}
+    assert [site.name for site in sites] == ["layer.weight", "gain"]
+    check(run.model, torch.randn(7, 4).double(), run)  # 4 rows of the identity are no batch of 7
 
 
 def test_only_some_parameters():

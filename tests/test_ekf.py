@@ -7,18 +7,22 @@ import torch
 from scipy import stats
 from torch import nn
 
+import bayesformer as bf
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Batch
 from bayesformer.core.vectors import THETA
-from bayesformer.data import Data
+from bayesformer.data import Data, as_batches
 from bayesformer.inference import ekf_common as ekf
 from bayesformer.inference import ekf_dense as dense
 from bayesformer.inference import ekf_diag as diag
 from bayesformer.likelihoods import Categorical
+from bayesformer.train import example_scores
 from bayesformer.train.checkpoint import pack_state
 from bayesformer.train.objective import Objective
+from bayesformer.train.problem import Problem
+from bayesformer.train.prototype import Prototype
 from tests.laws import assert_mean
-from tests.nets import shell_of
+from tests.nets import Mlp, blobs, shell_of
 
 KINDS = {"diag": diag, "dense": dense}
 both = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -318,17 +322,31 @@ def test_dense_refuses_many_weights_and_names_the_memory():
         dense.init({THETA: torch.zeros(10_000)})
 
 
-def test_a_filter_from_a_mode_is_the_posterior_after_its_prior_is_put_back():
-    """Started at any point with the prior's precision there, then recentred: the posterior of the prior around 0."""
-    whole, start = data(), torch.tensor([0.3, -2.0, 1.4], dtype=torch.float64)
-    transform = dense.build(log_likelihood, sd=2.0, curvature=hessian)
-    state = absorb(transform, {THETA: start}, batches(whole, [10, 10, 4]))
-    moved = dense.recentred(state, torch.full((3,), 0.25, dtype=torch.float64), start)
-    mean, precision = posterior(whole, torch.zeros(3, dtype=torch.float64), 2.0)
-    torch.testing.assert_close(moved.params[THETA], mean)
-    torch.testing.assert_close(moved.precision, precision)
-    again = dense.recentred(state, torch.eye(3, dtype=torch.float64) * 0.25, start)
-    torch.testing.assert_close(again.params[THETA], mean)
+def test_a_large_model_goes_through_example_by_example(monkeypatch):
+    problem = Problem(Mlp(3, 8), Categorical(), as_batches(blobs(8), "data"), training=bf.Training(batch_size=4))
+    prototype = Prototype(problem)
+    assert example_scores.scores_for(prototype, ()) is ekf.scores
+    monkeypatch.setattr(example_scores, "MOST", 4 * (3 + 8))
+    assert example_scores.scores_for(prototype, ()) is ekf.looped_scores
+
+
+@pytest.mark.parametrize("transition_sd", [0.0, 0.3])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_prior_that_is_centred_elsewhere_than_the_filter_starts(transition_sd, inplace):
+    """On linear data it does not matter where likelihoods are linearised: the law is that of a start at the prior."""
+    whole, mode = data(), torch.tensor([0.3, -2.0, 1.4], dtype=torch.float64)
+    center, parts = torch.tensor([-0.5, 0.1, 0.2], dtype=torch.float64), batches(whole, [10, 10, 4])
+    how = {"transition_sd": transition_sd, "sd": 2.0, "curvature": hessian}
+    found = absorb(dense.build(log_likelihood, prior_mean=center, **how), {THETA: mode}, parts, inplace)
+    plain = absorb(dense.build(log_likelihood, **how), {THETA: center}, parts, inplace)
+    torch.testing.assert_close(dense.law(found).mean, dense.law(plain).mean)
+    torch.testing.assert_close(found.precision, plain.precision)
+    with drawing_from(torch.Generator().manual_seed(0)):
+        draw = dense.sample(found)[THETA]
+    with drawing_from(torch.Generator().manual_seed(0)):
+        torch.testing.assert_close(draw, dense.sample(plain)[THETA])
+    if not transition_sd:
+        torch.testing.assert_close(dense.law(found).mean, posterior(whole, center, 2.0)[0])
 
 
 @both

@@ -50,6 +50,14 @@ def test_rows_are_methods_over_all_tasks_in_order_of_their_mean():
     assert lines[5] == "| vi (temperature=0.01) | 0.500 (1) | – |"
 
 
+def test_where_lower_is_better_the_lowest_is_first():
+    found = [result("digits", method, 0, 0.0) for method in ("mle", "map", "vi")]
+    for one, distance in zip(found, (2.0, 1.0, 3.0), strict=True):
+        one["metrics"] = {"wasserstein": distance}
+        one["primary"] = "wasserstein"
+    assert [line.split(" | ")[0] for line in comparison(found).splitlines()[2:]] == ["| map", "| mle", "| vi"]
+
+
 def test_another_metric_and_an_unknown_one():
     assert "| mle | -3.000" in comparison(runs(), "log_likelihood")
     with pytest.raises(ValueError, match="unknown metric 'oracle_gab'. Did you mean"):

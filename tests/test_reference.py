@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from bayesformer.core.storage import write_tensors
 from bayesformer.core.types import Batch
 from bayesformer.likelihoods.predictive import GaussianPredictive
 from bayesformer.reference import making, problems, stored
-from bayesformer.reference.checking import check
+from bayesformer.reference.checking import check, floor, table
 from bayesformer.reference.closed_form import weight_space
 from bayesformer.reference.gap_network import GapNetwork
 from bayesformer.reference.linear_regression import LinearRegression
+from bayesformer.reference.logistic_regression import LogisticRegression
 from bayesformer.reference.random_features import CosineFeatures, RandomFeatures
 
 EXACT = "linear-n200-k10"
@@ -149,6 +151,87 @@ class TestStored:
     def test_without_a_name_the_checkout_is_looked_at(self, monkeypatch):
         monkeypatch.delenv(stored.FOLDER, raising=False)
         assert stored.folder().name == "references"
+
+
+@dataclass(frozen=True)
+class SmallLogistic(LogisticRegression):
+    examples: int = 40
+    weights: int = 3
+    asked: int = 5
+
+    @property
+    def sampler(self):
+        return bf.Nuts(chains=4, draws=60, thin=1, warm_up=60)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A small reference, made once."""
+    place = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(problems.PROBLEMS, "logistic", SmallLogistic)
+        return making.make("logistic", place)
+
+
+class TestChains:
+    @pytest.fixture(autouse=True)
+    def small(self, made, folder, monkeypatch):
+        monkeypatch.setitem(problems.PROBLEMS, "logistic", SmallLogistic)
+        shutil.copy(made, folder)
+
+    def test_outputs_rhat_and_cost_are_stored(self, made):
+        found = reference.read("logistic", SmallLogistic())
+        assert found.traces("in").shape == (4, 60, 5)
+        assert found.outputs("out").values.shape == (240, 5)
+        assert found.tensors["rhat.in"].shape == (5, 1)
+        assert found.facts["rhat"]["in"]["largest"] == pytest.approx(found.tensors["rhat.in"].max().item())
+        assert found.facts["diagnostics"]["leapfrogs"] > 4 * 120
+        assert not (made.parent / ".making" / "logistic").exists()
+        assert "logistic | 3 | 40 | nuts, 4 × 60 | " in table()
+
+    def test_it_is_the_posterior_on_a_grid(self):
+        """Weights on a grid of 61³ points: mean and standard deviation of every logit within 5 standard errors."""
+        problem = SmallLogistic()
+        data, found = problem.data(), reference.read("logistic", problem)
+        line = torch.linspace(-5, 5, 61, dtype=torch.float64)
+        grid = torch.cartesian_prod(line, line, line)  # (61³, 3)
+        logits = grid @ data.train.inputs.double().T
+        losses = torch.nn.functional.softplus(-(2 * data.train.targets - 1) * logits).sum(-1)
+        chance = (-losses - grid.square().sum(-1) / 2).softmax(0)
+        for region, inputs in data.regions.items():
+            values = grid @ inputs.double().T
+            mean = chance @ values
+            sd = (chance @ (values - mean).square()).sqrt()
+            draws = found.outputs(region).values.double()
+            error = 5 / math.sqrt(min(240, found.facts["ess"][region]["least"]))
+            assert ((draws.mean(0) - mean) / sd).abs().max() < error
+            assert (draws.std(0) / sd - 1).abs().max() < error
+
+    def test_a_model_that_changed_is_found(self, monkeypatch):
+        assert check("logistic")[0].right
+        model = SmallLogistic.model
+        monkeypatch.setattr(SmallLogistic, "model", lambda self: torch.nn.Sequential(model(self), torch.nn.Softplus()))
+        first = check("logistic")[0]
+        assert not first.right
+        assert first.sentence.startswith("outputs of 8 stored draws recomputed")
+
+    def test_chains_that_disagree_are_found(self):
+        found = reference.read("logistic", SmallLogistic())
+        findings = {f.sentence[:3]: f.right for f in check("logistic")}
+        facts = json.loads(json.dumps(found.facts))
+        facts["rhat"]["in"]["largest"] = 1.034
+        write_tensors(stored.path_of("logistic"), found.tensors, facts)
+        again = check("logistic")[1]
+        assert not again.right
+        assert "at most 1.0340, NOT below 1.02, over 4 chains of 60 draws" in again.sentence
+        assert set(findings) == {"out", "in:"}
+
+
+def test_a_chain_that_stands_apart_raises_the_floor():
+    together = torch.randn(4, 500, 3, generator=torch.Generator().manual_seed(0))
+    apart = together + torch.tensor([0.0, 0.0, 0.0, 2.0])[:, None, None]
+    assert floor(together) < 3 / math.sqrt(500)
+    assert floor(apart) > 0.5
 
 
 def test_thinning_is_even_and_keeps_the_last():

@@ -6,7 +6,7 @@ from torch import nn
 
 import bayesformer as bf
 from bayesformer.core import strategy
-from bayesformer.core.strategy import choose, decide, largest_tensor, run_as
+from bayesformer.core.strategy import all_tensors, choose, decide, largest_tensor, run_as
 from bayesformer.core.workers import Workers
 from bayesformer.data import as_batches
 from bayesformer.likelihoods import Categorical
@@ -72,6 +72,7 @@ def test_the_largest_tensor_of_a_pass():
     net = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 2))
     assert largest_tensor(lambda: net(torch.zeros(7, 3))) == 7 * 40
     assert largest_tensor(lambda: None) == 0
+    assert all_tensors(lambda: net(torch.zeros(7, 3))) == 7 * (3 + 40 + 40 + 2)
 
 
 def task(model, inputs):

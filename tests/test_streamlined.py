@@ -20,7 +20,7 @@ from bayesformer.predict.streamlined import Calibration, RuleSettings
 from bayesformer.predict.streamlined.leading_outputs import LeadingOutputs
 from bayesformer.predict.streamlined.output_calibration import FEW_OUTPUTS, WIDE_DRAWS
 from bayesformer.predict.streamlined.second_moment import SecondMoment, root_of
-from bayesformer.predict.streamlined.self_check import variance_ratio
+from bayesformer.predict.streamlined.variance_check import variance_ratio
 from tests.laws import assert_mean
 
 F64 = torch.float64

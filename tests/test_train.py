@@ -1,5 +1,6 @@
 """The loop: reproducible, resumable to the bit, loud when it diverges."""
 
+import gc
 import math
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import bayesformer as bf
@@ -22,6 +24,7 @@ from bayesformer.data import as_batches
 from bayesformer.data.streams import Stream
 from bayesformer.inference import optimise
 from bayesformer.likelihoods import Categorical
+from bayesformer.methods import build_method
 from bayesformer.model.randomness import pass_noise
 from bayesformer.train import checkpoint as checkpoints
 from bayesformer.train.collect import Collect
@@ -602,3 +605,20 @@ def test_collect_spreads_draws_and_follows_cycles():
     assert Collect.cyclical(100, 2, 4, 0.8).steps == (45, 50, 95, 100)
     with pytest.raises(ValueError, match="got 30 draws in 40 steps of which 20 are burn-in"):
         Collect.spread(40, 20, 30)
+
+
+@pytest.mark.parametrize("method", ["mle", "vi", "laplace"])
+def test_a_fit_leaves_nothing_of_its_training_in_memory(method):
+    """Gradient, moments and trial shells go when `fit` returns, not when garbage is collected."""
+    model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
+    size = sum(p.numel() for p in model.parameters())
+    x, y = torch.randn(16, 7), torch.arange(16) % 3
+    gc.collect()
+    gc.disable()
+    try:
+        posterior = bf.fit(model, (x, y), likelihood="categorical", method=build_method(method), progress=False)
+        vectors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() == size]
+    finally:
+        gc.enable()
+    law = list(posterior.law.tensors().values())
+    assert len(vectors) <= sum(t.numel() == size for t in law) + 1  # the mean may be seen through a view

@@ -99,7 +99,8 @@ def attention_kl(model: nn.Module) -> Tensor:
 
     An example's attention weights are latent variables of its own, so the evidence lower bound is
     Σ_n E log p(y_n | x_n, S_n) - KL_n: subtract the mean of this from the mean log-likelihood, without 1/N. Windows of
-    an example, as in Swin, are summed.
+    an example, as in Swin, are summed. A pass that drops every layer with attention has KL 0, (1,) if it is not known
+    how many examples it had.
     """
     found = families(model)
     if not found:
@@ -110,6 +111,8 @@ def attention_kl(model: nn.Module) -> Tensor:
     passes = {id(family.forward_pass): family.forward_pass for family in found}.values()
     terms = [kl for each in passes for kl in each.kl_terms]
     if not terms:
+        if all(each.calls == 0 for each in passes):
+            return next(model.parameters()).new_zeros(max(each.examples or 1 for each in passes), dtype=torch.float32)
         raise ValueError(
             f"model must be called before its KL is read; {type(model).__name__} was not, or only to predict."
         )

@@ -19,6 +19,8 @@ class ForwardPass:
     def __init__(self) -> None:
         self.kl_terms: list[Tensor] = []
         """(B,) each, in nats: one per call of a family in the latest pass"""
+        self.calls: int | None = None
+        """calls of families in the latest pass, 0 where it left out all layers (layer drop); None before the first"""
         self.outermost: int | None = None
         """id() of the module whose call began the pass; None while no pass is running"""
         self.with_gradients = False
@@ -33,7 +35,7 @@ class ForwardPass:
     def begin(self, module: int) -> None:
         """A model begins its forward pass; `module` is its id(). A model inside one that runs belongs to that pass."""
         if self.outermost in (None, module):  # the same: its latest pass was interrupted and had no end
-            self.kl_terms, self.examples, self.valid_queries = [], None, None
+            self.kl_terms, self.calls, self.examples, self.valid_queries = [], 0, None, None
             self.outermost, self.with_gradients = module, is_grad_enabled()
 
     def end(self, module: int) -> None:
@@ -45,6 +47,7 @@ class ForwardPass:
         """Record the KL (B,) or (B·W,) of one call of a family; None if it was not computed."""
         if in_backward():  # a checkpoint computes its part of the pass again, which has been recorded already
             return
+        self.calls = (self.calls or 0) + 1
         terms = [] if kl is None else [self._per_example(kl)]
         if self.outermost is None:
             self.kl_terms = terms

@@ -24,6 +24,8 @@ examples:
       one table over all tasks
   bayesformer predict runs/posteriors/toy-m1/ensemble-1a2b3c4d/seed0 series.csv
       predictions of a stored posterior for the rows of a file, as CSV
+  bayesformer generate my-model/ --posterior my-posterior/ "The capital of France is" --html page.html
+      continue text with a posterior over a language model; tokens that its draws disagree about are coloured
   bayesformer study cold --tasks toy/m1
       log-likelihood against temperature, as a figure
   bayesformer study cost runs/
@@ -32,7 +34,7 @@ examples:
       stochastic attention on citation graphs, as a table
   bayesformer study attention runs/posteriors/toy-m1/attention-1a2b3c4d/seed0
       mean and spread of its attention maps, as a figure
-  bayesformer study weights toy/m1 --networks 60 --out priors.toml
+  bayesformer study weights toy/m1 --networks 60
       the weights of trained networks: laws that fit them, figures, and priors made of these
   bayesformer data get mnist
       a data set from its official source into the user's cache; `bayesformer data list` names them
@@ -55,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"bayesformer {__version__}")
     verbs = main_parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    first = (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_study)
+    first = (_add_demo, _add_run, _add_report, _add_list, _add_predict, _add_generate, _add_study)
     for add in (*first, _add_data, _add_results, _add_reference):
         add(verbs)
     return main_parser
@@ -207,6 +209,7 @@ def _add_reference(verbs: Any) -> None:
         "was interrupted resumes when called again. sentence-head needs BAYESFORMER_DATA and its encoder.",
     )
     listing = names.add_parser("list", help="all problems, and what is stored of them")
+    listing.add_argument("--markdown", action="store_true", help="what is stored as one table")
     check = names.add_parser(
         "check",
         help="check what is stored",
@@ -214,10 +217,32 @@ def _add_reference(verbs: Any) -> None:
         "the weights that are kept must give the outputs that are kept. Returns 1 if anything is not so.",
     )
     make.add_argument("problems", nargs="+", metavar="NAME", help="names or patterns, e.g. gap-mlp 'linear-*'")
+    make.add_argument("--workers", type=int, default=1, help="chains at once, in worker processes if more than 1 (1)")
     make.add_argument("--quiet", action="store_true", help="no progress bars or lines")
     check.add_argument("problems", nargs="*", metavar="NAME", help="names or patterns (all that are stored)")
     for action in (make, listing, check):
         action.add_argument("--folder", type=Path, help="folder of the references (see above)")
+
+
+def _add_generate(verbs: Any) -> None:
+    generate = verbs.add_parser(
+        "generate",
+        help="continue text with a posterior over a language model",
+        description="Continues a prompt with a causal language model of transformers and a posterior over its weights "
+        "or adapters. Each token comes from the probabilities averaged over draws; the more the draws disagree about "
+        "it, the stronger it is coloured (grey, yellow, orange, red). A line below sums up the whole answer.",
+    )
+    generate.add_argument("model", help="folder of the base model and its tokenizer, as transformers saves them")
+    generate.add_argument("prompt", help="the text to continue")
+    generate.add_argument("--posterior", type=Path, required=True, help="folder of a saved posterior")
+    generate.add_argument("--gguf", help="name of a GGUF file in the model's folder to read it from")
+    generate.add_argument("--draws", type=int, default=8, help="draws of the weights (8)")
+    generate.add_argument("--max-new-tokens", type=int, default=64, help="tokens to write, at most (64)")
+    generate.add_argument("--sample", action="store_true", help="draw tokens instead of taking the most probable one")
+    generate.add_argument("--temperature", type=float, default=1.0, help="of drawn tokens (1)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability in all (1)")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    generate.add_argument("--html", type=Path, help="also write a page that shows every draw's alternatives at a tap")
 
 
 def _add_study(verbs: Any) -> None:
@@ -261,6 +286,18 @@ def _add_study(verbs: Any) -> None:
     )
     distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
     distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
+    distance.add_argument("--brief", action="store_true", help="one row per method instead of one table per problem")
+    bars = names.add_parser(
+        "bars",
+        help="do one-line calls give the posterior?",
+        description="Fits methods with nothing set to problems whose posterior is known, unless the file holds that "
+        "already, and prints errors of means, ratios of standard deviations, whether the bar holds, and how many right "
+        "and wrong fits doubted themselves.",
+    )
+    bars.add_argument("--problems", default="*", help="patterns of names, e.g. 'linear*,logistic*' (*)")
+    bars.add_argument("--methods", default="*", help="patterns of names, e.g. 'sg*,laplace kron' (*)")
+    bars.add_argument("--seeds", type=int, default=5, help="data sets and fits of each (5)")
+    bars.add_argument("--output", type=Path, default=Path("results/bars/bars.json"), help="(results/bars/bars.json)")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",
@@ -271,6 +308,31 @@ def _add_study(verbs: Any) -> None:
     maps.add_argument("--index", type=int, default=0, help="which test input (0)")
     maps.add_argument("--draws", type=int, help="draws (those of a prediction)")
     maps.add_argument("--output", type=Path, default=Path("attention.svg"), help="the figure (attention.svg)")
+    _add_weights(names)
+
+
+def _add_weights(names: Any) -> None:
+    weights = names.add_parser(
+        "weights",
+        help="the weights of trained networks, and priors made of them",
+        description="Trains independent networks on a task, or finds them in a folder of networks, where "
+        "`bayesformer run --networks` finds them too: network i is member i mod 10 of the ensemble of seed i div 10. "
+        "For every layer: the law that fits its weights best, by squared error to the histogram and by likelihood, "
+        "degrees of freedom, modes, correlations, with bootstrap intervals over networks. Writes statistics as JSON, "
+        "figures as SVG and the best-fitting laws as priors: `bayesformer run TASK --methods vi --config priors.toml`. "
+        "Call it again to resume or extend.",
+    )
+    weights.add_argument("task", metavar="TASK", help="task name, e.g. toy/m1")
+    weights.add_argument("--networks", type=int, default=60, metavar="N", help="networks (60)")
+    weights.add_argument("--out", type=Path, help="the priors, a TOML file (RESULTS/TASK.toml)")
+    weights.add_argument(
+        "--results", type=Path, default=Path("results/weights"), help="statistics and figures (results/weights/)"
+    )
+    weights.add_argument("--folder", type=Path, help="folder of trained networks (networks/ in the user's cache)")
+    weights.add_argument("--train-only", action="store_true", help="train the networks that are missing, and no more")
+    weights.add_argument("--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="of task or training")
+    weights.add_argument("--threads", type=int, default=1, help="torch threads (1)")
+    weights.add_argument("--quiet", action="store_true", help="no progress bars or lines")
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:

@@ -18,16 +18,18 @@ def comparison(results: Sequence[dict[str, Any]], metric: str | None = None) -> 
     """Mean ± standard deviation over seeds; ▲ ▼ significantly better or worse than the MLE of the same task.
 
     The metric is the gap to the oracle where there is one, else each task's primary metric. Rows are ordered by
-    their mean over the tasks, those that were not run on all of them last.
+    their mean over the tasks, the best first, those that were not run on all of them last.
     """
     tasks = sorted({r["task"] for r in results})
     columns = {task: _column([r for r in results if r["task"] == task], task, metric) for task in tasks}
     rows = sorted({name for column in columns.values() for name in column})
     most = max((s.summary.n for column in columns.values() for s in column.values() if s.summary), default=0)
 
+    signs = {task: -1 if _direction(results, task, metric) == "higher" else 1 for task in tasks}
+
     def place(name: str) -> tuple[bool, float]:
-        found = [s.summary.mean for c in columns.values() if (s := c.get(name)) and s.summary]
-        return len(found) < len(tasks), -stats.fmean(found) if found else 0.0
+        found = [signs[t] * s.summary.mean for t, c in columns.items() if (s := c.get(name)) and s.summary]
+        return len(found) < len(tasks), stats.fmean(found) if found else 0.0
 
     lines = [f"| method | {' | '.join(tasks)} |", "|---|" + "---|" * len(tasks)]
     for name in sorted(rows, key=place):
@@ -36,11 +38,23 @@ def comparison(results: Sequence[dict[str, Any]], metric: str | None = None) -> 
     return "\n".join(lines)
 
 
-def _column(results: Sequence[dict[str, Any]], task: str, metric: str | None) -> dict[str, Standing]:
+def _metric(results: Sequence[dict[str, Any]], metric: str | None) -> str:
+    """The metric asked for, or the gap to the oracle, or the primary one of these results, which are of one task."""
     known = {name for r in results for name in r["metrics"]}
     name = metric or ("oracle_gap" if "oracle_gap" in known else results[0].get("primary", "log_likelihood"))
     if name not in known:
         raise unknown_name("metric", name, known)
+    return name
+
+
+def _direction(results: Sequence[dict[str, Any]], task: str, metric: str | None) -> str:
+    """Which way the metric of a task improves; as "higher" where it ranks nobody."""
+    better = describe(_metric([r for r in results if r["task"] == task], metric)).better
+    return "lower" if better == "lower" else "higher"
+
+
+def _column(results: Sequence[dict[str, Any]], task: str, metric: str | None) -> dict[str, Standing]:
+    name = _metric(results, metric)
     # The tables of priors are named after their task; as a row they are one method.
     short = task.rpartition("/")[2]
     found = standings(results, name, describe(name).better)

@@ -15,7 +15,7 @@ __all__ = [
     "COMPILED_CALL",
     "DIRICHLET",
     "GAMMA",
-    "TorchDispatchMode",
+    "ElementaryMode",
     "buffer_slots",
     "compiled_from",
     "defaults",
@@ -62,7 +62,19 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
 # What `module.compile()` leaves on a module: a compiled call bound to that very module. A copy must not run it.
 COMPILED_CALL = "_compiled_call_impl"
 
-# TorchDispatchMode: documented by torch ("Extending torch") under this private path only.
+
+class ElementaryMode(TorchDispatchMode):
+    """A TorchDispatchMode, documented by torch ("Extending torch") under a private path only, without the compiler.
+
+    By default torch lets its first call import `torch._dynamo`, which takes seconds; and that import keeps the frames
+    of its callers, with all their tensors, until the next collection of garbage. Models are never compiled under it.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 # tree_leaves, tree_map: tensors inside whatever a model takes or returns; torch.utils has no public way to walk it.
 
 

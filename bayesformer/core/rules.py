@@ -52,6 +52,11 @@ def above(low: float, finite: bool = False) -> SettingRule:
     return SettingRule(words, lambda v: _number(v) and v > low and not (finite and math.isinf(v)))
 
 
+def or_auto(rule: SettingRule) -> SettingRule:
+    """What a rule says, or the word "auto": the library then derives the value from the problem."""
+    return SettingRule(f"{rule.words}, or 'auto'", lambda v: v == "auto" or rule.holds(v))
+
+
 def finite() -> SettingRule:
     """Any number but infinities and NaN."""
     return SettingRule("a finite number", lambda v: _number(v) and math.isfinite(v))
@@ -67,10 +72,21 @@ def between(low: float, high: float) -> SettingRule:
     return SettingRule(f"strictly between {low} and {high}", lambda v: _number(v) and low < v < high)
 
 
+def between_inclusive(low: float, high: float) -> SettingRule:
+    """A number from `low` to `high`, both of them included."""
+    return SettingRule(f"at least {low} and at most {high}", lambda v: _number(v) and low <= v <= high)
+
+
+def nothing() -> SettingRule:
+    """None, which leaves a setting to the method."""
+    return SettingRule("none", lambda v: v is None)
+
+
 def one_of(names: Iterable[str]) -> SettingRule:
     """One of these texts, and nothing else."""
     known = tuple(names)
-    return SettingRule(f"one of {', '.join(map(repr, known))}", lambda v: isinstance(v, str) and v in known)
+    words = f"one of {', '.join(map(repr, known))}" if len(known) > 1 else repr(known[0])
+    return SettingRule(words, lambda v: isinstance(v, str) and v in known)
 
 
 def either(first: SettingRule, second: SettingRule) -> SettingRule:

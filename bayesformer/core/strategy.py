@@ -135,10 +135,17 @@ def largest_tensor(run: Callable[[], object]) -> int:
     return sizes.largest
 
 
+def all_tensors(run: Callable[[], object]) -> int:
+    """Numbers in all tensors that operations of `run` return, views among them, in this thread."""
+    with _Sizes() as sizes:
+        run()
+    return sizes.total
+
+
 class _Sizes(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest, self.total = 0, 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -146,7 +153,7 @@ class _Sizes(TorchFunctionMode):
         """Call the function and look at what it returns."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.numel())
+            self.largest, self.total = max(self.largest, result.numel()), self.total + result.numel()
         return result
 
 

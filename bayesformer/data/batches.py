@@ -80,6 +80,11 @@ class Batches(ABC):
         """The data as tensors where they are tensors already (members can then be trained in lockstep), else None."""
         return None
 
+    @property
+    def restarts(self) -> bool:
+        """Whether every reading gives the examples from the first one on; only some streams do not."""
+        return True
+
     def require_num_data(self) -> int:
         """N, or an error that says how to give it."""
         if self.num_data is None:

@@ -31,6 +31,11 @@ class Mapped(Batches):
         """As many as the other data have."""
         return self.data.steps(batch_size, join_single=join_single)
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the other data can be read from the first example again."""
+        return self.data.restarts
+
     def fingerprint(self) -> str:
         """That of the other data: the change belongs to the model."""
         return self.data.fingerprint()

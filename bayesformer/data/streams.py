@@ -100,6 +100,12 @@ class Streamed(Batches):
         kind = f"{type(self.source).__qualname__}/{type(source).__module__}.{type(source).__qualname__}"
         return hashlib.sha256(f"{kind}/{self.num_data}/{self.batch_size}".encode()).hexdigest()[:16]
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the stream starts again when it is opened again, seen by its first examples."""
+        self._look_ahead(COMPARED)
+        return self._kept is None
+
     def first(self, count: int) -> Batch:
         """The first examples, at most `count`; the next epoch begins with them."""
         raw = self.raw_first(count)

@@ -20,6 +20,7 @@ from torch import Tensor
 from bayesformer.core.types import Batch, LogJoint, Params
 from bayesformer.core.vectors import THETA, value_and_grad
 from bayesformer.laws import Dense, Diagonal, GaussianLaw, Samples
+from bayesformer.laws.roots import StackedRoot
 
 
 class Root(Protocol):
@@ -34,29 +35,21 @@ class Root(Protocol):
         ...
 
 
-class AffineLogJoint:
-    """A log joint as a function of φ (Q,), or (L, Q) for members in rows, where θ = c + R φ.
+class AffineMap:
+    """θ = c + R φ: points and laws over φ (Q,) as those over θ (P,)."""
 
-    Densities are those over θ: the constant log |det R| is left out, as log joints may.
-    """
-
-    def __init__(self, log_joint: LogJoint, center: Tensor, root: Root, scale: Tensor | None = None) -> None:
-        self.log_joint, self.center, self.root = log_joint, center, root
+    def __init__(self, center: Tensor, root: Root, scale: Tensor | None = None) -> None:
+        self.center, self.root = center, root
         self.scale = scale  # (P,), where R is diagonal
         self.size = root.times_root(torch.zeros_like(center)).shape[-1]  # Q
-
-    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Value and outputs at φ, purely."""
-        return self.log_joint({THETA: self.to_theta(params[THETA])}, batch)
-
-    def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
-        """Value, outputs and the gradient with respect to φ, Rᵀ ∇."""
-        value, outputs, grads = value_and_grad(self.log_joint)({THETA: self.to_theta(params[THETA])}, batch)
-        return value, outputs, {THETA: self.root.times_root(grads[THETA])}
 
     def origin(self, members: int | None = None) -> Tensor:
         """(Q,), or (L, Q): the φ of θ = c."""
         return self.center.new_zeros((self.size,) if members is None else (members, self.size))
+
+    def in_phi(self, log_joint: LogJoint) -> AffineLogJoint:
+        """A log joint over θ as a function of φ."""
+        return AffineLogJoint(log_joint, self.center, self.root, self.scale)
 
     @overload
     def to_theta(self, found: Tensor) -> Tensor: ...
@@ -68,8 +61,8 @@ class AffineLogJoint:
     def to_theta(self, found: Tensor | Samples | GaussianLaw) -> Tensor | Samples | GaussianLaw:
         """Points (..., Q), samples or a Gaussian over φ as those over θ; exact for Gaussians.
 
-        A diagonal R keeps every block in its form (but a Kronecker one, which becomes dense). Any other R gives one
-        dense block over all weights, (P, P).
+        A diagonal R keeps every block in its form (but a Kronecker one, which becomes dense). Roots side by side keep
+        theirs for a diagonal Gaussian over φ. Any other R gives one dense block over all weights, (P, P).
         """
         if isinstance(found, Tensor):
             return self.center + self.root.colour(found)
@@ -80,6 +73,10 @@ class AffineLogJoint:
             scale = self.scale
             blocks = tuple(b.scaled(scale[p]) for p, b in zip(found.places, found.blocks, strict=True))
             return GaussianLaw(mean, found.places, blocks, found.buffers)
+        if isinstance(self.root, StackedRoot) and all(isinstance(block, Diagonal) for block in found.blocks):
+            places, variance = self.root.places, found.variance()
+            stretched = (block.stretched(variance[p]) for p, block in zip(places, self.root.blocks, strict=True))
+            return GaussianLaw(mean, places, tuple(stretched), found.buffers)
         roots = []
         for place, block in zip(found.places, found.blocks, strict=True):
             eye = torch.eye(block.size, dtype=mean.dtype, device=mean.device)
@@ -91,6 +88,26 @@ class AffineLogJoint:
         missing = max(0, len(mean) - wide.shape[1])
         padded = torch.nn.functional.pad(wide, (0, missing))
         return GaussianLaw(mean, (slice(0, len(mean)),), (Dense.of_root(padded),), found.buffers)
+
+
+class AffineLogJoint(AffineMap):
+    """A log joint as a function of φ (Q,), or (L, Q) for members in rows, where θ = c + R φ.
+
+    Densities are those over θ: the constant log |det R| is left out, as log joints may.
+    """
+
+    def __init__(self, log_joint: LogJoint, center: Tensor, root: Root, scale: Tensor | None = None) -> None:
+        super().__init__(center, root, scale)
+        self.log_joint = log_joint
+
+    def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Value and outputs at φ, purely."""
+        return self.log_joint({THETA: self.to_theta(params[THETA])}, batch)
+
+    def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
+        """Value, outputs and the gradient with respect to φ, Rᵀ ∇."""
+        value, outputs, grads = value_and_grad(self.log_joint)({THETA: self.to_theta(params[THETA])}, batch)
+        return value, outputs, {THETA: self.root.times_root(grads[THETA])}
 
 
 def affine(log_joint: LogJoint, center: Tensor, root: Tensor | Root) -> AffineLogJoint:

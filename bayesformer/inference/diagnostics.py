@@ -62,6 +62,27 @@ def effective_sample_size(draws: Tensor, rank_normalised: bool = True) -> Tensor
     return _by_quantity(lambda d: _ess(_ranked(d) if rank_normalised else d), draws)
 
 
+def tail_effective_sample_size(draws: Tensor) -> Tensor:
+    """How many independent draws would know the 5 % and the 95 % quantile as well?  (...)
+
+    The smaller of the effective sample sizes of the indicators x ≤ q for these two quantiles of all draws. Vehtari et
+    al. (2021), section 4.3. NaN where all draws are equal.
+    """
+    return _by_quantity(lambda d: torch.minimum(_ess(_below(d, 0.05)), _ess(_below(d, 0.95))), _checked(draws))
+
+
+def energy_information(energies: Tensor) -> Tensor:
+    """(chains,): the Bayesian fraction of missing information of Hamiltonian chains, from energies (chains, draws).
+
+        E-BFMI = Σ_t (E_t - E_{t-1})² / Σ_t (E_t - Ē)²
+
+    Betancourt (2016). Near 1 if fresh momenta reach all energies of the target; below .3 they cannot, and tails are
+    explored by a slow walk.
+    """
+    energies = _checked(energies)
+    return energies.diff(dim=1).square().sum(1) / (energies - energies.mean(1, keepdim=True)).square().sum(1)
+
+
 def kinetic_temperature(momenta: Params | Tensor, sigma: float = 1.0) -> Tensor:
     """mean(m²) / σ², which a sampler with momenta holds at T: () or (L,) of a state's momenta, (...) of (..., P)."""
     return _mean_product(momenta, momenta) / sigma**2
@@ -118,6 +139,11 @@ def _ranked(draws: Tensor) -> Tensor:
 def _folded(draws: Tensor) -> Tensor:
     flat = draws.flatten(0, 1)
     return (draws - flat.quantile(0.5, 0)).abs()
+
+
+def _below(draws: Tensor, share: float) -> Tensor:
+    """1 where a draw is at most the quantile of all draws of its quantity, else 0."""
+    return (draws <= draws.flatten(0, 1).quantile(share, 0)).to(draws.dtype)
 
 
 def _rhat(draws: Tensor) -> Tensor:

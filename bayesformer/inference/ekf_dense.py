@@ -11,15 +11,16 @@ from torch import Tensor
 from bayesformer.core.types import Batch, LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA, blank, is_matrix, normal_like, value_and_grad
 from bayesformer.inference.ekf_common import Curvature, Scores, check_settings, examples, scores
-from bayesformer.inference.vi_dense import check_size, ravel, unravel
+from bayesformer.inference.vi_dense import check_size, ravel, times, unravel
 from bayesformer.laws import GaussianLaw, gaussian
 
 
 class EKFDenseState(NamedTuple):
     """N(params, precision⁻¹), over the weights in the order of `vi_dense.ravel`."""
 
-    params: Params  # the mean
+    params: Params  # the mean, as far as the data have moved it from where it started
     precision: Tensor  # (P, P) or (L, P, P)
+    offset: Tensor  # (P,) or (L, P): what a prior that is centred elsewhere adds to the mean; 0 without one
     log_joint: Tensor  # () or (L,), of the last batch before it was absorbed
 
 
@@ -30,6 +31,7 @@ def build(
     *,
     sd: float | Tensor = 1.0,
     start_precision: Tensor | None = None,
+    prior_mean: Tensor | None = None,
     temperature: float = 1.0,
     curvature: Curvature | None = None,
     each: Scores = scores,
@@ -42,7 +44,9 @@ def build(
 
     Duffield et al. (2024), `posteriors`, whose code subtracts the Fisher where the equation adds it. Arguments as
     in `ekf.diag.build`; `curvature(params, batch)` returns minus the mean Hessian, (P, P) or (L, P, P), and must
-    leave Λ positive definite. `start_precision` (P, P) takes the place of 1/sd² I.
+    leave Λ positive definite. `start_precision` (P, P) takes the place of 1/sd² I. `prior_mean` (P,) is where the
+    prior is centred if not at the parameters, at which likelihoods are then linearised: a mode. What it adds to the
+    mean, o ← Λ⁻¹ Λ' o with Λ' before the batch, is kept apart and is part of the law.
 
     Known exactly: with q = 0 no eigenvalue of Λ ever falls. On linear regression with the exact curvature this is
     the Kalman filter: after the last batch, the posterior. With inputs along the axes it equals `ekf.diag`.
@@ -50,18 +54,25 @@ def build(
     check_settings(lr, transition_sd, sd, temperature)
     settings: dict[str, Any] = {"lr": lr, "transition_sd": transition_sd, "temperature": temperature}
     step = partial(update, log_joint=log_joint, curvature=curvature, each=each, **settings)
-    return Transform(partial(init, sd=sd, start_precision=start_precision), step)
+    return Transform(partial(init, sd=sd, start_precision=start_precision, prior_mean=prior_mean), step)
 
 
-def init(params: Params, *, sd: float | Tensor = 1.0, start_precision: Tensor | None = None) -> EKFDenseState:
-    """The prior N(params, sd² I), or N(params, Λ⁻¹) for a precision Λ (P, P) to start from."""
+def init(
+    params: Params,
+    *,
+    sd: float | Tensor = 1.0,
+    start_precision: Tensor | None = None,
+    prior_mean: Tensor | None = None,
+) -> EKFDenseState:
+    """The prior N(params, sd² I), or N(prior_mean, Λ⁻¹) for a mean (P,) or a precision Λ (P, P) that is given."""
     check_size(params, copies=3)  # the precision, what is added to it, its factor
     mean = {k: p.clone() for k, p in params.items()}
     if start_precision is not None:
         first = start_precision.expand(*ravel(params).shape[:-1], *start_precision.shape).clone()
     else:
         first = (torch.ones_like(ravel(params)) * sd**-2).diag_embed()
-    return EKFDenseState(mean, first, blank(params))
+    offset = torch.zeros_like(ravel(params)) if prior_mean is None else prior_mean - ravel(params)
+    return EKFDenseState(mean, first, offset, blank(params))
 
 
 def update(
@@ -79,18 +90,20 @@ def update(
     """Absorb one batch; the second value is its outputs under the mean before."""
     value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature, each)
     rate = (lr or examples(state.params, batch)) / temperature
-    precision = predict(state.precision, transition_sd) + rate * fisher
-    factor = torch.linalg.cholesky(precision)
-    shift = unravel(rate * torch.cholesky_solve(grad.unsqueeze(-1), factor).squeeze(-1), state.params)
+    before = predict(state.precision, transition_sd)
+    precision = before + rate * fisher
+    sides = torch.stack([rate * grad, times(before, state.offset)], -1)  # (..., P, 2)
+    found, offset = torch.cholesky_solve(sides, torch.linalg.cholesky(precision)).unbind(-1)
+    shift = unravel(found, state.params)
     if inplace:
         mean = {k: p.add_(shift[k]) for k, p in state.params.items()}
-        return EKFDenseState(mean, state.precision.copy_(precision), value), outputs
-    return EKFDenseState({k: p + shift[k] for k, p in state.params.items()}, precision, value), outputs
+        return EKFDenseState(mean, state.precision.copy_(precision), state.offset.copy_(offset), value), outputs
+    return EKFDenseState({k: p + shift[k] for k, p in state.params.items()}, precision, offset, value), outputs
 
 
 def sample(state: EKFDenseState) -> Params:
-    """One draw of the weights (of each member): μ + R⁻ᵀ ε with R Rᵀ = Λ."""
-    mean = ravel(state.params)
+    """One draw of the weights (of each member): μ + o + R⁻ᵀ ε with R Rᵀ = Λ."""
+    mean = ravel(state.params) + state.offset
     root = torch.linalg.cholesky(state.precision)
     noise = torch.linalg.solve_triangular(root.mT, normal_like(mean).unsqueeze(-1), upper=True)
     return unravel(mean + noise.squeeze(-1), state.params)
@@ -110,21 +123,6 @@ def predict(precision: Tensor, transition_sd: float) -> Tensor:
     return (wandered + wandered.mT) / 2
 
 
-def recentred(state: EKFDenseState, prior_precision: Tensor, away: Tensor) -> EKFDenseState:
-    """The state after a filter whose prior was centred `away` (P,) from where it belongs, without wandering.
-
-        μ ← μ - Λ⁻¹ Π away
-
-    A filter that starts at a mode θ* has the prior N(θ*, Π⁻¹) in the place of N(m, Π⁻¹), away = θ* - m. Exact
-    where the likelihood is Gaussian in the weights. `prior_precision` Π is (P,) or (P, P).
-    """
-    pull = prior_precision * away if prior_precision.dim() == 1 else prior_precision @ away
-    factor = torch.linalg.cholesky(state.precision.double())
-    shift = torch.cholesky_solve(pull.double().unsqueeze(-1), factor).squeeze(-1)
-    mean = ravel(state.params) - shift.to(pull)
-    return state._replace(params=unravel(mean, state.params))
-
-
 def _moments(
     params: Params, batch: Batch, log_joint: LogJoint, curvature: Curvature | None, each: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,6 +138,6 @@ def _moments(
 
 def law(state: EKFDenseState) -> GaussianLaw:
     """The filtered Gaussian as a law over the one vector of weights, inverted in float64."""
-    mean = state.params[THETA]
+    mean = state.params[THETA] + state.offset
     whole = torch.linalg.inv(state.precision.double())
     return gaussian(mean, tril=torch.linalg.cholesky((whole + whole.mT) / 2).to(mean))

@@ -56,6 +56,19 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
     return rate
 
 
+def robbins_monro(a: float, b: float, gamma: float) -> Schedule:
+    """Steps that fall as a power of their number, so that a sampler with noisy gradients loses its bias in the end.
+
+        η_t = a (b + t)^-γ
+
+    Welling & Teh (2011), section 2; the sum diverges and the sum of squares does not for γ in (½, 1] (Robbins &
+    Monro 1951). γ = 1/3 makes the error of averages fall fastest (Teh et al. 2016).
+    """
+    if not (a > 0 and b >= 0 and 0 <= gamma <= 1):
+        raise ValueError(f"a must be positive, b at least 0 and gamma in [0, 1]; got a={a}, b={b}, gamma={gamma}.")
+    return lambda step: a * (b + step) ** -gamma
+
+
 def warmup_linear(lr: float, warmup: int, steps: int) -> Schedule:
     """Linear to `lr` over `warmup` steps, then linear down to 0 at `steps`: η min(t / w, (n - t) / (n - w))."""
     if not warmup >= 1:

@@ -48,6 +48,18 @@ __all__ = ["Capture", "Site", "backpropagate"]
 PROBES = (2, 3)  # examples of the probe; a second size where an axis was as long as the batch by chance
 
 
+class UseChangedError(ValueError):
+    """Parameters met the data in a way that was not seen on the first examples; `functions` that used them."""
+
+    def __init__(self, functions: Mapping[str, str]) -> None:
+        name, function = next(iter(functions.items()))
+        super().__init__(
+            f"parameter {name!r} is used by {function} in another way than on the first examples; "
+            "it has to be followed by a backward pass per example, or left out."
+        )
+        self.functions = dict(functions)
+
+
 class Capture:
     """Runs a module in evaluation mode and gives the sites of the weights of a Space; by default all inferred ones.
 
@@ -69,6 +81,7 @@ class Capture:
         self.general = dict.fromkeys(general, "asked for")
         self.parts = {name: (p, Part(name, p.shape)) for name, p in self.parameters.items()}
         self.axes: dict[UseKey, Axis | None] = {}
+        self.detaches = False  # whether some uses do not reach the outputs
         self.probed = 0  # examples of the probe
         self.columns: int | None = None  # that will go back after each pass, if known
 
@@ -78,18 +91,24 @@ class Capture:
         return self.space.dtype
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
-        """Outputs (B, ..., K) and the sites, in the order of use."""
+        """Outputs (B, ..., K) and the sites, in the order of use; `UseChangedError` if one is not as it was probed."""
         # One example alone cannot tell whether examples are kept apart: probe again once there are two.
         if self.probed < min(len(first_tensor(inputs)), PROBES[0]):
             self.probe(inputs)
         outputs, recorder = self._recorded(inputs, self.axes)
-        for name, function in recorder.uncovered.items():
-            # Its use depends on the data (a router's experts): what was done before may be wrong as well.
-            raise ValueError(
-                f"parameter {name!r} is used by {function} in another way than on the first examples; "
-                f"follow it by a backward pass per example with general=[{name!r}], or leave it out."
-            )
+        if recorder.uncovered:
+            # Their use depends on the data (a router's experts): what was done before may be wrong as well.
+            raise UseChangedError({use.name: use.function for use in recorder.uncovered})
         return outputs, self._sites(recorder)
+
+    def adapting(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
+        """The same, where parameters used in another way than before are followed by backward passes from here on."""
+        try:
+            return self(inputs)
+        except UseChangedError as error:
+            log.debug("%s", error)
+            self.general = self.general | error.functions
+            return self.adapting(inputs)
 
     def _recorded(self, inputs: Inputs, axes: Mapping[UseKey, Axis | None]) -> tuple[Tensor, UseRecorder]:
         examples = len(first_tensor(inputs))
@@ -104,6 +123,8 @@ class Capture:
         if not outputs.requires_grad:
             names = ", ".join(self.parameters)
             raise ValueError(f"outputs must depend on the parameters followed; they do not depend on {names}.")
+        if self.detaches or recorder.uncovered or not axes:  # the walk of the graph is left out where it finds nothing
+            self.detaches = recorder.keep_reaching(outputs) > 0
         return outputs, recorder
 
     def _sites(self, recorder: UseRecorder) -> list[Site]:
@@ -133,7 +154,7 @@ class Capture:
     def _probe(self, inputs: Inputs, sizes: tuple[int, ...]) -> tuple[Tensor, list[Site]]:
         for size in sizes:
             outputs, recorder = self._recorded(map_inputs(inputs, lambda x, size=size: x[:size]), {})
-            uncovered = self.general | recorder.uncovered
+            uncovered = self.general | {use.name: use.function for use in recorder.uncovered}
             covered = {name: p for name, p in self.parameters.items() if name not in uncovered}
             wrong = mismatches(covered, outputs, recorder.sites)
             if not wrong or size == sizes[-1]:
@@ -197,7 +218,7 @@ def irregular_values(like: Tensor) -> Tensor:
     cancels for every other column as well. No random stream is touched.
     """
     numbers = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
-    return (1 + (numbers * 1.618033988749895 + 0.5).frac()).to(like.dtype).view(like.shape)
+    return numbers.mul_(1.618033988749895).add_(0.5).frac_().add_(1).to(like.dtype).view(like.shape)
 
 
 def _tracked(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from bayesformer.core.seeds import generator
 from bayesformer.likelihoods import Likelihood
 
 KINDS = ("ggn", "mc", "fisher")
+PIECE = 2**21  # numbers of outputs, 8 MiB in float32, whose scores are computed at a time
 
 
 def count(kind: str, likelihood: Likelihood, outputs: Tensor, samples: int = 1) -> int:
@@ -46,6 +47,19 @@ def exact(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None) -> Itera
 
 def score(likelihood: Likelihood, outputs: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradient of -log p(y | f) in f, each example's positions summed; and log p(y | f), (B,)."""
+    few = max(1, PIECE // max(1, outputs[0].numel()))
+    if len(outputs) <= few:
+        return _score(likelihood, outputs, targets, mask)
+    gradient, log_probs = torch.empty_like(outputs), []
+    for start in range(0, len(outputs), few):  # a vocabulary: what autograd keeps is several times the outputs
+        rows = slice(start, start + few)
+        found = _score(likelihood, outputs[rows], targets[rows], None if mask is None else mask[rows])
+        gradient[rows] = found[0]
+        log_probs.append(found[1])
+    return gradient, torch.cat(log_probs)
+
+
+def _score(likelihood: Likelihood, outputs: Tensor, targets: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         f = outputs.detach().requires_grad_()
         log_prob = likelihood.log_prob(f, targets, mask)
@@ -62,7 +76,7 @@ def sampled(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None, sample
     source = generator(seed, "fisher")
     for _ in range(samples):
         targets = likelihood.sample(outputs.detach(), source)
-        yield score(likelihood, outputs, targets, mask)[0] / samples**0.5
+        yield score(likelihood, outputs, targets, mask)[0].div_(samples**0.5)
 
 
 def one_hot(outputs: Tensor, start: int, stop: int) -> Tensor:

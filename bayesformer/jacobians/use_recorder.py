@@ -2,7 +2,8 @@
 
 `UseRecorder` is a `TorchFunctionMode`, which belongs to one thread: for each torch function whose arguments hold a
 parameter that it follows (by identity, or as a view), it runs the function and then the function's rule from
-`use_rules.RULES`, which adds a site. A use without a rule is kept as uncovered, with the function's name.
+`use_rules.RULES`, which adds a site. A use without a rule is kept as uncovered, with the function's name. Uses whose
+results never reach the outputs (detached norms, as in DoRA) are left out by `keep_reaching`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -25,6 +26,14 @@ from bayesformer.model.multihead import multi_head_attention_forward
 
 UseKey = tuple[str, int]
 """A use: the parameter's name, and its number among the uses of that parameter in a pass."""
+
+
+class UncoveredUse(NamedTuple):
+    """A use that no rule covers: the parameter, the function by name, and the function's results in the graph."""
+
+    name: str
+    function: str
+    nodes: tuple[Node | None, ...]
 
 
 class UseRecorder(TorchFunctionMode):
@@ -56,7 +65,7 @@ class UseRecorder(TorchFunctionMode):
         self.examples, self.known, self.dtype = examples, axes, dtype
         self.axes: dict[UseKey, Axis | None] = {}
         self.sites: list[Site] = []
-        self.uncovered: dict[str, str] = {}
+        self.uncovered: list[UncoveredUse] = []
         self.uses: Counter[str] = Counter()
 
     def __torch_function__(
@@ -74,8 +83,19 @@ class UseRecorder(TorchFunctionMode):
         out = self.replaced.get(func, func)(*args, **kwargs)
         if not _moves(out) or (rule is not None and rule(self, func, out, *args, **kwargs)):
             return out
-        self.uncovered |= {part.name: resolve_name(func) or str(func) for part in found}
+        name = resolve_name(func) or str(func)
+        results = (out,) if isinstance(out, Tensor) else out
+        nodes = tuple(t.grad_fn for t in results if isinstance(t, Tensor))
+        self.uncovered += [UncoveredUse(part.name, name, nodes) for part in found]
         return out
+
+    def keep_reaching(self, outputs: Tensor) -> int:
+        """Leave out all uses that the outputs do not depend on, since their results were detached; how many."""
+        reached = graph_nodes(outputs)
+        before = len(self.sites) + len(self.uncovered)
+        self.sites = [site for site in self.sites if site.edge is None or site.edge.node in reached]
+        self.uncovered = [use for use in self.uncovered if not reached.isdisjoint(use.nodes)]
+        return before - len(self.sites) - len(self.uncovered)
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """The parts among the arguments. Plain loops, since every function of the pass comes through here."""
@@ -127,6 +147,18 @@ class UseRecorder(TorchFunctionMode):
     def output(self, tensor: Tensor, axis: Axis) -> Output:
         """A site's output. The edge, not the tensor: an operation in place may change the tensor afterwards."""
         return Output(get_gradient_edge(tensor), tensor.shape, axis, self.dtype, tensor.device)
+
+
+def graph_nodes(outputs: Tensor) -> set[Node | None]:
+    """All nodes of the autograd graph behind the outputs."""
+    found: set[Node | None] = set()
+    rest = [outputs.grad_fn]
+    while rest:
+        node = rest.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            rest.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def _layer_norm(

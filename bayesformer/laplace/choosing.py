@@ -14,7 +14,7 @@ from torch import Tensor
 from bayesformer.data import Batches
 from bayesformer.laplace import Curvature, Groups, ObservationNoise, Quadratic, best_of, maximise
 from bayesformer.laplace.evidence import check_curvature
-from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature
+from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature, KroneckerCurvature
 from bayesformer.laws import Block
 from bayesformer.laws.gaussian_law import KINDS, to_tensors
 from bayesformer.likelihoods import Likelihood
@@ -189,5 +189,7 @@ def _clear(structure: CurvatureBlock, single: bool) -> CurvatureBlock:
     if single and isinstance(structure, DenseCurvature):
         # Rotating the weights leaves one precision for all of them alone.
         return DiagonalCurvature(torch.linalg.eigvalsh(structure.matrix.double()).clamp_min(0))
+    if isinstance(structure, KroneckerCurvature):  # a determinant is of eigenvalues: their vectors stay as they are
+        return replace(structure, out_values=structure.out_values.double(), in_values=structure.in_values.double())
     parts: dict[str, Any] = vars(structure)
     return type(structure)(**{k: v.double() if isinstance(v, Tensor) else v for k, v in parts.items()})

@@ -8,6 +8,7 @@ result does not depend on the minibatches, but for the draws of kind="mc".
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -19,7 +20,7 @@ from bayesformer.core.progress import Reporter, Silent
 from bayesformer.data import Batches, as_batches
 from bayesformer.data.inputs import inputs_to
 from bayesformer.jacobians import columns
-from bayesformer.jacobians.capture import Capture
+from bayesformer.jacobians.capture import Capture, UseChangedError
 from bayesformer.jacobians.sites import Site, slope_numbers
 from bayesformer.laplace import dense_curvature as dense
 from bayesformer.laplace import diagonal_curvature as diagonal
@@ -32,6 +33,8 @@ from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
+
+log = logging.getLogger("bayesformer")
 
 Form = Literal["diag", "kron", "full", "block", "low_rank", "subnetwork"]
 Kind = Literal["ggn", "mc", "fisher"]
@@ -125,17 +128,28 @@ def estimate(
         model = Skeleton(model, space).shell(gradients=False).module
     first = inputs_to(data.first(PROBE).inputs, model.get_parameter(space.names[0]).device)
     chosen = last_layer.space_of(model, space, first) if subset == "last_layer" else space.select(subset)
-    capture = Capture(model, chosen, general)
-    probed = capture.probe(first)
-    sweep = _sweep(capture, probed, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent())
-    if sweep.kind == "ggn" and last_layer.applies(probed[1], probed[0], structure):
-        return _curvature(sweep, last_layer.fit(sweep, structure, weighted), probed[0])
-    return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index, weighted), probed[0])
+    while True:
+        capture = Capture(model, chosen, general)
+        outputs, sites = capture.probe(first)
+        sweep = _sweep(
+            capture, outputs, sites, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent()
+        )
+        closed = sweep.kind == "ggn" and last_layer.applies(sites, outputs, structure)
+        width = outputs.shape[-1] if outputs.dim() > 1 else 1
+        del outputs, sites  # with their graph
+        try:
+            if closed:
+                return _curvature(sweep, last_layer.fit(sweep, structure, weighted), width)
+            return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index, weighted), width)
+        except UseChangedError as error:  # from the beginning: what was summed before may be wrong as well
+            log.info("curvature begins again: %s", error)
+            general = [*general, *error.functions]
 
 
 def _sweep(
     capture: Capture,
-    probed: tuple[Tensor, list[Site]],
+    outputs: Tensor,
+    sites: list[Site],
     space: Space,
     likelihood: Likelihood,
     data: Batches,
@@ -146,19 +160,19 @@ def _sweep(
     reporter: Reporter,
 ) -> Sweep:
     """The passes over the data; kind and size of minibatches that were not given follow from the probed outputs."""
-    values = probed[0].detach().to(capture.dtype)
+    values = outputs.detach().to(capture.dtype)
     _check_targets(likelihood, values, data)
     if kind is None:
         kind = "mc" if likelihood.per_token(values) else "ggn"
     capture.columns = columns.count(kind, likelihood, values, samples)
     if batch_size is None:
         most = 64 if values.device.type == "cpu" else 256
-        slopes = min(COLUMNS, capture.columns) * slope_numbers(probed[1]) // len(values)
+        slopes = min(COLUMNS, capture.columns) * slope_numbers(sites) // len(values)
         batch_size = max(1, min(most, OUTPUTS // values[0].numel(), SLOPES // max(1, slopes)))
     return Sweep(capture, space, likelihood, data, kind, batch_size, samples, seed, reporter)
 
 
-def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], outputs: Tensor) -> Curvature:
+def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], width: int) -> Curvature:
     return Curvature(
         places=tuple(piece.place for piece in pieces),
         names=tuple(piece.names for piece in pieces),
@@ -166,7 +180,7 @@ def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], outputs: Tensor) -> C
         log_likelihood=sweep.log_likelihood,
         num_data=sweep.num_data,
         observed=sweep.observed,
-        outputs=outputs.shape[-1] if outputs.dim() > 1 else 1,
+        outputs=width,
         kind=cast(Kind, sweep.kind),
         general=tuple(sweep.capture.general),
     )

@@ -37,7 +37,8 @@ class DenseFactor:
     def pairs(self, scale: float) -> tuple[Tensor, Tensor | None]:
         """By eigh in float64, cut off at 0."""
         values, vectors = torch.linalg.eigh(scale * self.total.double())
-        return values.clamp_min(0).to(self.total.dtype), vectors.to(self.total.dtype)
+        # In the memory order of a file: a posterior then keeps these very vectors.
+        return values.clamp_min(0).to(self.total.dtype), vectors.to(self.total.dtype).contiguous()
 
 
 class DiagonalFactor:
@@ -89,4 +90,4 @@ class SketchFactor:
         root = vectors * values.clamp_min(shift).rsqrt()
         left, singular, _ = torch.linalg.svd(image @ root, full_matrices=False)
         found = (singular.square() - shift).clamp_min(0)[: self.rank]
-        return found.to(self.image.dtype), left[:, : self.rank].to(self.image.dtype)
+        return found.to(self.image.dtype), left[:, : self.rank].to(self.image.dtype).contiguous()

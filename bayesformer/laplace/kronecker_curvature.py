@@ -58,10 +58,10 @@ def fit(
         reduce = not sweep.likelihood.per_token(step.values) if approximation is None else approximation == "reduce"
         own = _units(site_groups(step.sites))
         if not set(own) <= set(accumulators):
-            trial = step.probe_gradients()
+            trial = step.probe_gradients() if reduce else None
             for key, unit in own.items():
                 if key not in accumulators:
-                    accumulators[key] = _accumulators(sweep, unit, trial, reduce, large, rank, weighted)
+                    accumulators[key] = _accumulators(sweep, unit, trial, large, rank, weighted)
         for key, unit in own.items():
             for accumulator in accumulators[key]:
                 accumulator.forward(unit, step)
@@ -85,17 +85,15 @@ def _units(found: list[SiteGroup]) -> dict[tuple[str, int], list[SiteGroup]]:
 
 
 def _accumulators(
-    sweep: Sweep,
-    unit: list[SiteGroup],
-    trial: list[Tensor],
-    reduce: bool,
-    large: Large,
-    rank: int,
-    weighted: bool,
+    sweep: Sweep, unit: list[SiteGroup], trial: list[Tensor] | None, large: Large, rank: int, weighted: bool
 ) -> list[Accumulator]:
+    """What to sum up for a parameter; `trial` are gradients of any column, for reduce only."""
     like, first = sweep.zeros(0), unit[0]
     if len(unit) == 1 and first.kind == "linear":
-        runs = _runs(first.gradient(first.pick(trial), "linear"), reduce)
+        if trial is None:
+            runs = [(slice(0, first.size // first.inputs().shape[-1]), False)]
+        else:
+            runs = _runs(first.gradient(first.pick(trial), "linear"))
         return [MatrixAccumulator(first, rows, pooled, like, large, rank, weighted) for rows, pooled in runs]
     if len(unit) == 1 and first.kind == "embedding":
         return [TableAccumulator(first, like)]
@@ -103,10 +101,10 @@ def _accumulators(
     return [DenseAccumulator(size, like) if size <= SMALL else DiagonalAccumulator(size, like)]
 
 
-def _runs(g: Tensor, reduce: bool) -> list[tuple[slice, bool]]:
+def _runs(g: Tensor) -> list[tuple[slice, bool]]:
     """Neighbouring outputs to treat alike, and whether by reduce. Cancelling lies in the model, not in the data."""
-    if not reduce or g.shape[2] == 1:
-        return [(slice(0, g.shape[-1]), reduce)]
+    if g.shape[2] == 1:
+        return [(slice(0, g.shape[-1]), True)]
     summed, spread = g.sum(2).square().sum((0, 1)), g.square().sum((0, 1, 2))
     cancels = ((summed <= torch.finfo(g.dtype).eps * spread) & (spread > 0)).tolist()
     ends = [0, *(i for i in range(1, len(cancels)) if cancels[i] != cancels[i - 1]), len(cancels)]
@@ -265,10 +263,14 @@ class DiagonalAccumulator(Accumulator):
 
 
 def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]) -> list[CurvaturePiece]:
-    """Pieces in the order of θ, with zeros for weights that no pass has used: their posterior is the prior."""
+    """Pieces in the order of θ, with zeros for weights that no pass has used: their posterior is the prior.
+
+    Sums are given up one after another, so that they and the eigenvectors made of them are not in memory together.
+    """
     pieces = []
     for name in sweep.names:
-        own = [accumulator for (other, _), group in accumulators.items() if other == name for accumulator in group]
+        keys = [key for key in accumulators if key[0] == name]
+        own = [accumulator for key in keys for accumulator in accumulators.pop(key)]
         found = [(accumulator.places(), accumulator.structure()) for accumulator in own]
         unused = torch.ones(sweep.size(name), dtype=torch.bool, device="cpu")
         for places, _ in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from bayesformer.core.doubts import warn_of
+from bayesformer.core.doubts import recorded, warn_of
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.seeds import generator
@@ -18,6 +19,7 @@ from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
 from bayesformer.laplace.earlier import posterior_after, trained_mode
 from bayesformer.laplace.estimate import Curvature, estimate
+from bayesformer.laplace.mode_search import FoundMode, mode_doubts, nearest_mode, normal
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
@@ -127,11 +129,11 @@ class Laplace:
             mode, stage = trained_mode(prototype)
             facts = facts_of("laplace", self, prototype, stage)
             return posterior_after(self, prototype, mode, problem.seed, facts)
-        setting = f"normal(0, {self.precision**-0.5!r})"
-        modes = find_modes(prototype, "laplace", setting, 1.0)
+        modes = find_modes(prototype, "laplace", normal(self.precision), 1.0)
         assert modes.stage is not None
         facts = facts_of("laplace", self, prototype, modes.stage)
-        return self.posterior_around_mode(prototype, modes.start(0), facts)
+        found = nearest_mode(self, prototype, modes.start(0), self.precision * self.temperature)
+        return self.posterior_at(prototype, found, facts, move=True)
 
     def resolved(self, validation: Batches | None) -> Laplace:
         """The same method with prior_precision="auto" decided: by validation data where there are any."""
@@ -163,9 +165,16 @@ class Laplace:
             refuse_attention(prototype.prepared)
 
     def posterior_around_mode(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:
-        """The posterior around a mode of the prototype's weights."""
-        started, likelihood = time.perf_counter(), prototype.likelihood
-        found = self.estimate(prototype, mode, int(facts.get("seed", 0)))
+        """The posterior around the prototype's weights as they are, with how far they are from a mode."""
+        return self.posterior_at(prototype, FoundMode(mode, None), facts)
+
+    def posterior_at(
+        self, prototype: Prototype, around: FoundMode, facts: Mapping[str, Any], move: bool = False
+    ) -> Posterior:
+        """The posterior around a mode; with `move` around that under the prior that is chosen, where it is cheap."""
+        started, likelihood, seed = time.perf_counter(), prototype.likelihood, int(facts.get("seed", 0))
+        mode = around.start
+        found = self.estimate(prototype, mode, seed)
         at = quadratic(found, mode.theta, likelihood, self.per, self.temperature, prototype.space)
         buffers = {name: value[None] for name, value in mode.buffers.items()}
 
@@ -176,12 +185,21 @@ class Laplace:
             return replace(posterior_of(prototype, law, {}, **ways), likelihood=known)
 
         tuned = tune(self.resolved(prototype.validation), at, posterior, prototype.validation)
+        precision = self.precision * self.temperature
+        chosen = float(tuned.precisions[0]) / float(at.scale(tuned.sigma))
+        if move and self.per == "one" and around.decrement is not None and not math.isclose(chosen, precision):
+            precision = chosen
+            around = nearest_mode(self, prototype, mode, precision)
+            mode = around.start
+            found = self.estimate(prototype, mode, seed, _index(found))
+            at = quadratic(found, mode.theta, likelihood, self.per, self.temperature, prototype.space)
         seconds = float(facts.get("seconds", 0.0)) + time.perf_counter() - started
         made = tuned.facts(at) | {"curvature": found.kind, "log_likelihood": found.log_likelihood, "seconds": seconds}
         result = posterior(tuned)
         assert isinstance(result.law, GaussianLaw)
         made |= rounding_facts(prototype.skeleton, result.law)
-        return replace(result, facts={**facts, **made})
+        doubts, numbers = mode_doubts(self, prototype, result.law, around, precision)
+        return replace(result, facts={**facts, **made, **numbers, **recorded(doubts)})
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""
@@ -210,6 +228,12 @@ class Laplace:
                 reporter=prototype.problem.reporter,
                 space=prototype.space,
             )
+
+
+def _index(found: Curvature) -> Tensor | None:
+    """The weights of a subnetwork, which stay those that were chosen."""
+    place = found.places[0]
+    return place if len(found.places) == 1 and isinstance(place, Tensor) else None
 
 
 def laplace(

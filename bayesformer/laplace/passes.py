@@ -53,7 +53,9 @@ class BatchPass:
         columns = iter(self.columns)
         while some := list(islice(columns, COLUMNS)):
             note(len(some) * len(self.batch.targets))
-            yield backpropagate(self.sites, self.outputs, torch.stack(some), keep=not self.single_column)
+            together = some[0].unsqueeze(0) if len(some) == 1 else torch.stack(some)
+            del some
+            yield backpropagate(self.sites, self.outputs, together, keep=not self.single_column)
 
     def probe_gradients(self) -> list[Tensor]:
         """g (1, B, ...) of a column of irregular numbers: what is 0 or cancels there does so for every column."""
@@ -135,7 +137,7 @@ class Sweep:
         return BatchPass(batch, outputs, values, sites, valid, found, log_prob, self.capture.columns == 1)
 
     def _check(self, values: Tensor, batch: Batch, number: int) -> None:
-        bad = int((~torch.isfinite(values)).flatten(1).any(1).sum())
+        bad = int((~torch.isfinite(values)).reshape(len(values), -1).any(1).sum())
         if bad:
             raise ValueError(
                 f"model's outputs must be finite on the data; {bad} of {len(values)} examples in minibatch {number} "

@@ -44,6 +44,13 @@ class Block(ABC):
         """(..., p) -> (..., q): rows times L where Σ = L Lᵀ; as `colour` wherever the root is symmetric."""
         return self.colour(rows)
 
+    def stretched(self, variance: Tensor) -> Block:
+        """The covariance L diag(v) Lᵀ of L φ for the root L of `colour` and independent φ of variances v (p,)."""
+        from bayesformer.laws.dense import Dense
+
+        eye = torch.eye(self.size, dtype=variance.dtype, device=variance.device)
+        return Dense.of_root(self.times_root(eye) * variance.sqrt())
+
     def scaled(self, scale: Tensor) -> Block:
         """The covariance of s · w for w of this one, s (p,) positive: diag(s) Σ diag(s)."""
         from bayesformer.laws.dense import Dense

@@ -56,6 +56,10 @@ class Dense(Block):
         """Minus twice the sum of the log diagonal of L, ()."""
         return -2 * self.tril.diagonal().log().sum()
 
+    def stretched(self, variance: Tensor) -> Dense:
+        """L diag(v) Lᵀ, by scaled columns of L."""
+        return Dense(self.tril * variance.sqrt())
+
     def scaled(self, scale: Tensor) -> Dense:
         """diag(s) Σ diag(s), by scaled rows of L."""
         return Dense(scale.unsqueeze(-1) * self.tril)

@@ -46,6 +46,10 @@ class Diagonal(Block):
         """Minus the sum of the log variances, ()."""
         return -self.variance.log().sum()
 
+    def stretched(self, variance: Tensor) -> Diagonal:
+        """The variances times v, diagonal again."""
+        return Diagonal(self.variance * variance)
+
     def scaled(self, scale: Tensor) -> Diagonal:
         """diag(s²) Σ, the covariance of s · w, which is diagonal again."""
         return Diagonal(self.variance * scale.square())

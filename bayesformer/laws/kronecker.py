@@ -154,3 +154,7 @@ class Eigenbasis(KroneckerBasis):
     def precision_times(self, rows: Tensor) -> Tensor:
         """Each row times Q D Qᵀ, (..., p)."""
         return self.rotate_back(self.rotate(rows.unflatten(-1, self.shape)) * self.precisions).flatten(-2)
+
+    def stretched(self, variance: Tensor) -> Eigenbasis:
+        """The variances along the pairs of eigenvectors times v (p,)."""
+        return Eigenbasis(self.precisions / variance.view(self.shape), self.out_vectors, self.in_vectors)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesformer.laws.kronecker import Kronecker
+from bayesformer.laws.block import Block
+from bayesformer.laws.diagonal import Diagonal
+from bayesformer.laws.kronecker import Eigenbasis, Kronecker
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class KroneckerRoot:
         turned = self.block.rotate(rows.unflatten(-1, self.block.shape))
         return (turned * self.block.precisions.rsqrt()).flatten(-2)
 
+    @property
+    def covariance(self) -> Eigenbasis:
+        """R Rᵀ as a block with the same root."""
+        return Eigenbasis(self.block.precisions, self.block.out_vectors, self.block.in_vectors)
+
 
 @dataclass(frozen=True)
 class StackedRoot:
@@ -55,3 +62,12 @@ class StackedRoot:
         for place, root in zip(self.places, self.roots, strict=True):
             found[..., place] = root.times_root(rows[..., place])
         return found
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """R Rᵀ block by block, each in a form that keeps it when its axes are stretched (`Block.stretched`).
+
+        A Kronecker product with factors of low rank has no such form: there its variances are taken alone.
+        """
+        found = (root.covariance if isinstance(root, KroneckerRoot) else root for root in self.roots)
+        return tuple(Diagonal(b.diagonal()) if isinstance(b, Kronecker) else b for b in found)

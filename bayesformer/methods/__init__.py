@@ -11,13 +11,16 @@ from typing import Any
 
 from bayesformer.core.errors import unknown_name
 from bayesformer.laplace.method import Laplace
+from bayesformer.methods.averaging import Swag
 from bayesformer.methods.combined import Combined
-from bayesformer.methods.gaussian import Ekf, Ivon, Swag, Vi
+from bayesformer.methods.filtering import Ekf
+from bayesformer.methods.hamiltonian_chains import Hmc, Nuts
 from bayesformer.methods.layers import ConcreteDropout, MeanField
 from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
 from bayesformer.methods.sampling import Baoab, Psgld, Sghmc, Sgld, Sgnht
 from bayesformer.methods.stochastic_attention import Attention
+from bayesformer.methods.variational_weights import Ivon, Vi
 from bayesformer.train.problem import Method, Problem
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "ConcreteDropout",
     "Ekf",
     "Ensemble",
+    "Hmc",
     "Ivon",
     "Laplace",
     "MCDropout",
@@ -37,6 +41,7 @@ __all__ = [
     "MeanField",
     "Method",
     "Mle",
+    "Nuts",
     "Problem",
     "Psgld",
     "Sghmc",
@@ -62,6 +67,8 @@ METHODS: dict[str, type[Any]] = {
     "sghmc": Sghmc,
     "sgnht": Sgnht,
     "baoab": Baoab,
+    "hmc": Hmc,
+    "nuts": Nuts,
     "vi": Vi,
     "ivon": Ivon,
     "swag": Swag,

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from bayesformer.attention import build_family
 from bayesformer.core.errors import unknown_name
 from bayesformer.laplace.method import Laplace
-from bayesformer.methods.gaussian import Ivon, Swag, Vi
+from bayesformer.methods.averaging import Swag
 from bayesformer.methods.layers import MeanField
 from bayesformer.methods.points import Ensemble
 from bayesformer.methods.sampling import Baoab, Sghmc
+from bayesformer.methods.variational_weights import Ivon, Vi
 from bayesformer.posterior import Posterior
 from bayesformer.train.problem import Method, Problem
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from bayesformer.core.doubts import recorded
 from bayesformer.laws import Samples
 from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
-from bayesformer.train.members import Stage, facts_of, fit_stage
+from bayesformer.train.coordinates import polished
+from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
+from bayesformer.train.mode_doubts import of_mode
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
-from bayesformer.train.recipe import posterior_of, vector_prior
+from bayesformer.train.recipe import Modes, posterior_of, subset_stage, vector_prior
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,15 @@ class Map:
         prior_of(self.prior)
 
     def fit(self, problem: Problem) -> Posterior:
-        """Train one network with the prior in its objective."""
-        return fit_points("map", self, Prototype(problem), 1, prior=self.prior)
+        """Train one network with the prior in its objective, then go on to the mode where that is cheap."""
+        prototype = Prototype(problem)
+        fitted = fit_members("map", prototype, 1, self.prior)
+        part = subset_stage(prototype, Modes(fitted.theta, fitted.buffers, fitted), "*")
+        part, decrement = polished(part, self.prior)
+        facts = facts_of("map", self, prototype, fitted)
+        if decrement is not None:
+            facts |= {"decrement": decrement, **recorded(of_mode(decrement))}
+        return posterior_of(prototype, Samples(part.starts[0].theta[None], fitted.buffers), facts)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,13 @@ def fit_points(
     name: str, method: object, prototype: Prototype, members: int, prior: PriorSetting | None = None, **how: Any
 ) -> Posterior:
     """Train `members` networks and hold them, with their buffers, as a posterior."""
+    fitted = fit_members(name, prototype, members, prior)
+    law = Samples(fitted.theta, fitted.buffers)
+    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), **how)
+
+
+def fit_members(name: str, prototype: Prototype, members: int, prior: PriorSetting | None = None) -> Fitted:
+    """Train `members` networks as the problem's training says."""
     stage = Stage(
         prototype,
         name,
@@ -92,6 +109,4 @@ def fit_points(
         validation=prototype.validation,
         identity={"prior": repr(prior)},
     )
-    fitted = fit_stage(stage, members)
-    law = Samples(fitted.theta, fitted.buffers)
-    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), **how)
+    return fit_stage(stage, members)

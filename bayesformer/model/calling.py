@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -35,12 +36,18 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def select_output(output: Any) -> Tensor:
-    """The tensor that the likelihood is given: the output itself, its `logits`, or a tuple's first entry."""
+    """The tensor that the likelihood is given: the output itself, its `logits`, or a tuple's first entry.
+
+    Of a question answering model (B, 2, T): logits of where the answer starts and ends, each over the T positions.
+    """
     if isinstance(output, Tensor):
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
+    ends = [output.get(name) if isinstance(output, Mapping) else None for name in ("start_logits", "end_logits")]
+    if all(isinstance(end, Tensor) for end in ends):
+        return torch.stack(ends, 1)  # type: ignore[arg-type]  # (B, 2, T)
     if not isinstance(output, Mapping) and isinstance(output, tuple | list) and output:
         return _first(output)
     raise ValueError(

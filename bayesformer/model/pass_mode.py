@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bayesformer.core import draws
-from bayesformer.core.compat import DIRICHLET, GAMMA, TorchDispatchMode, defaults
+from bayesformer.core.compat import DIRICHLET, GAMMA, ElementaryMode, defaults
 from bayesformer.model.kernels import plain_scaled_dot_product_attention
 from bayesformer.model.multihead import multi_head_attention_forward
 
@@ -67,7 +67,7 @@ class PassMode(TorchFunctionMode):
         return self._elsewhere[device]
 
 
-class _Inside(TorchDispatchMode):
+class _Inside(ElementaryMode):
     """Gives every elementary random operation the generator of a PassMode."""
 
     def __init__(self, outer: PassMode, name: str) -> None:
@@ -101,7 +101,7 @@ def taking_generator(func: Any) -> Callable[[torch.Generator | None, dict[str, A
     return lambda generator, given: variant(**{k: v for k, v in given.items() if k in names} | {"generator": generator})
 
 
-def in_parts(mode: TorchDispatchMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def in_parts(mode: ElementaryMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """The result of a composite operation, its parts seen by the mode; NotImplemented for an elementary one.
 
     Only tensors that were made in inference mode let composite operations (alpha dropout, attention) come as a whole.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ LOOKS = frozenset({
     "device", "get_device", "is_meta", "is_cpu", "is_cuda", "requires_grad", "is_leaf", "is_contiguous", "data_ptr",
 })
 # fmt: on
+PASSES = 16  # training passes at most, where they leave out layers at random
 CHECKPOINT = "CheckpointFunctionBackward"  # re-entrant checkpointing hides the weights that it uses from the graph
 
 
@@ -37,7 +38,7 @@ class Probe:
     buffers_changed: tuple[str, ...]  # buffers with other values after the pass
 
 
-def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Probe:
+def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True, seed: int = 0) -> Probe:
     """Run one pass and report; θ, buffers, modes and the process's random states are as before afterwards.
 
     If `strict`, raises where the pass uses tensors of the user's own model (through a global variable, a registry of
@@ -51,7 +52,7 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
     watch = ForeignWatch(*_watched(shell), {id(p): name for name, p in module.named_parameters()})
     try:
         with (
-            stream(0, "probe"),
+            stream(seed, "probe"),
             _with_gradients(shell),
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -71,6 +72,29 @@ def probe(shell: Shell, inputs: Any, training: bool, strict: bool = True) -> Pro
     if strict:
         _refuse(report)
     return report
+
+
+def probe_training(shell: Shell, inputs: Any) -> Probe:
+    """What training passes do. Where one leaves out layers at random (layer drop), further passes see them.
+
+    Further passes are made until all weights that an evaluation pass uses were used, at most `PASSES`.
+    """
+    found = probe(shell, inputs, training=True)
+    if not found.unused:
+        return found
+    never = set(probe(shell, inputs, training=False).unused)
+    for seed in range(1, PASSES):
+        if never.issuperset(found.unused):
+            break
+        more = probe(shell, inputs, training=True, seed=seed)
+        found = Probe(
+            unused=tuple(name for name in found.unused if name in more.unused),
+            touched=tuple(dict.fromkeys(found.touched + more.touched)),
+            written=tuple(dict.fromkeys(found.written + more.written)),
+            buffers_changed=tuple(dict.fromkeys(found.buffers_changed + more.buffers_changed)),
+        )
+    shell.unused = tuple(name for name in found.unused if name in never)
+    return replace(found, unused=shell.unused)
 
 
 class ForeignWatch(TorchFunctionMode):

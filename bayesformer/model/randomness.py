@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from bayesformer.core.compat import TorchDispatchMode, tree_leaves
+from bayesformer.core.compat import ElementaryMode, tree_leaves
 from bayesformer.core.draws import Generators, drawing_from
 from bayesformer.core.global_random import GLOBAL_STREAMS, global_streams
 from bayesformer.model.pass_mode import (
@@ -187,7 +187,7 @@ def _tried(module: nn.Module, call: Callable[[], Any], backward: bool, dropout_r
     )
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(ElementaryMode):
     """Looks which elementary operations of this thread draw, and from where; also those of the backward pass."""
 
     def __init__(self, generator: torch.Generator) -> None:

@@ -111,7 +111,7 @@ class Linearised:
             mean = self._without_spread(inputs).mean
             return mean, mean.new_zeros(mean.numel(), mean.numel())
         self.capture.columns = None  # an earlier batch may have had few
-        outputs, sites = self.capture(inputs)
+        outputs, sites = self.capture.adapting(inputs)
         mean = outputs.detach().to(self.space.dtype)
         covariance = mean.new_zeros(mean.numel(), mean.numel())
         slopes = backpropagate(sites, outputs, one_hot(outputs, 0, outputs[0].numel()))
@@ -172,12 +172,12 @@ class Linearised:
             columns = self._outputs(inputs)
         self.capture.columns = 1 if self.in_turn(columns) else columns
         if self.found.final is None:
-            outputs, sites = self.capture(inputs)
+            outputs, sites = self.capture.adapting(inputs)
             return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, None)
         seen: list[tuple[Tensor, Tensor]] = []
         hook = self.found.final.module.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
         try:
-            outputs, sites = self.capture(inputs)
+            outputs, sites = self.capture.adapting(inputs)
         finally:
             hook.remove()
         features, out = seen[-1] if seen else (None, None)

@@ -26,7 +26,7 @@ def layer_shares(linearised: Linearised, inputs: Inputs) -> dict[str, float]:
     if linearised.capture is None:
         return {}
     linearised.capture.columns = None
-    outputs, sites = linearised.capture(inputs)
+    outputs, sites = linearised.capture.adapting(inputs)
     parts = {", ".join(placed.names): copy(linearised.roots) for placed in linearised.roots.blocks}
     for placed in linearised.roots.blocks:
         own = parts[", ".join(placed.names)]

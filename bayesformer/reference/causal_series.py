@@ -12,6 +12,7 @@ from bayesformer.core.seeds import generator
 from bayesformer.data import Data
 from bayesformer.datasets import toy
 from bayesformer.likelihoods import Gaussian, Likelihood
+from bayesformer.methods import Hmc, Method
 from bayesformer.models.transformer import Encoder
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 from bayesformer.train.training import Training
@@ -35,7 +36,7 @@ class NextMean(nn.Module):
 class CausalSeries(ReferenceProblem):
     """A causal transformer of about two thousand weights on the toy series M1; long HMC."""
 
-    examples: int = 100
+    examples: int = 30
     """training series"""
     length: int = 8
     """predicted steps of a series"""
@@ -79,3 +80,8 @@ class CausalSeries(ReferenceProblem):
     def training(self) -> Training:
         """The learning rate of the toy series, falling to 0."""
         return Training(lr=1e-2, schedule="cosine")
+
+    @property
+    def sampler(self) -> Method:
+        """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
+        return Hmc(length=2.0, metric="diagonal", draws=150, thin=1, warm_up=60)

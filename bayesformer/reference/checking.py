@@ -14,7 +14,7 @@ from bayesformer.inference.diagnostics import split_rhat
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
-from bayesformer.reference.problems import problem_of
+from bayesformer.reference.problems import PROBLEMS, problem_of
 from bayesformer.reference.stored import ReferencePosterior, data_of, read
 
 BAR = 1.02
@@ -118,3 +118,27 @@ def state(name: str, place: Path | None = None) -> str:
         f"stored, {facts['chains']} chains of {facts['draws']} draws, R-hat at most {largest:.3f}, "
         f"effective sample size at least {effective:.0f}"
     )
+
+
+def table(place: Path | None = None) -> str:
+    """Markdown: every stored reference, how it was made, and R-hat and effective sample size by region."""
+    lines = [
+        "| reference | weights | N | made by | largest R-hat | smallest ESS | gradient evaluations |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in PROBLEMS:
+        problem = problem_of(name)
+        try:
+            facts = read(name, problem, place).facts
+        except FileNotFoundError:
+            continue
+        weights = sum(p.numel() for p in problem.model().parameters())
+        size = f"{name} | {weights:,} | {facts['data']['train.targets'][0][0]:,}"
+        if facts["kind"] == "exact":
+            lines.append(f"| {size} | closed form | – | – | – |")
+            continue
+        rhat = " / ".join(f"{values['largest']:.3f}" for values in facts["rhat"].values())
+        ess = " / ".join(f"{values['least']:,.0f}" for values in facts["ess"].values())
+        made = f"{facts['method']['name']}, {facts['chains']} × {facts['draws']}"
+        lines.append(f"| {size} | {made} | {rhat} | {ess} | {facts['diagnostics']['leapfrogs']:,} |")
+    return "\n".join(lines)

@@ -10,6 +10,7 @@ from bayesformer.core.seeds import generator
 from bayesformer.data import Data
 from bayesformer.datasets import digits
 from bayesformer.likelihoods import Categorical, Likelihood
+from bayesformer.methods import Hmc, Method
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 from bayesformer.train.training import Training
@@ -19,7 +20,7 @@ from bayesformer.train.training import Training
 class DigitsPatches(ReferenceProblem):
     """A vision transformer of about two thousand weights on 8x8 digits; long HMC."""
 
-    examples: int = 300
+    examples: int = 100
     """training images"""
     dim: int = 16
     """width of the transformer"""
@@ -57,3 +58,8 @@ class DigitsPatches(ReferenceProblem):
     def training(self) -> Training:
         """The learning rate of the task `digits`, falling to 0."""
         return Training(lr=1e-2, schedule="cosine")
+
+    @property
+    def sampler(self) -> Method:
+        """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
+        return Hmc(length=2.0, metric="diagonal", draws=100, thin=1, warm_up=60)

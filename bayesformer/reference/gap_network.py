@@ -10,6 +10,7 @@ from torch import nn
 from bayesformer.core.seeds import generator
 from bayesformer.data import Data
 from bayesformer.likelihoods import Gaussian, Likelihood
+from bayesformer.methods import Hmc, Method
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 
 
@@ -54,3 +55,8 @@ class GapNetwork(ReferenceProblem):
     def model(self) -> nn.Module:
         """One hidden layer of tanh, from (B, 1) to (B, 1)."""
         return nn.Sequential(nn.Linear(1, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 1))
+
+    @property
+    def sampler(self) -> Method:
+        """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
+        return Hmc(length=2.0, max_leapfrogs=1500, metric="diagonal", draws=150, thin=1, warm_up=60)

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesformer.core.effort import counting
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.types import Draws
 from bayesformer.data import as_batches
 from bayesformer.evaluate.posterior_distance import function_values
 from bayesformer.inference.diagnostics import effective_sample_size, split_rhat
 from bayesformer.likelihoods import Likelihood
-from bayesformer.methods import Problem, build_method
+from bayesformer.methods import Problem
 from bayesformer.posterior import Posterior
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 from bayesformer.reference.problems import problem_of
@@ -30,19 +29,20 @@ STORED = 1000
 WITNESSES = 8
 """Draws whose weights are kept, too: a later version of the model must give the same outputs from them."""
 CHECKPOINTS = ".making"
-SAMPLER = "nuts"
 
 
-def make(name: str, place: Path | None = None, reporter: Reporter | None = None) -> Path:
+def make(name: str, place: Path | None = None, reporter: Reporter | None = None, workers: int = 1) -> Path:
     """Compute the reference posterior of a problem and write it; returns its file.
 
     A sampler that was interrupted resumes from its checkpoints, which lie beside the references until it has ended.
+    With several workers chains run at the same time.
     """
     problem, place = problem_of(name), place or folder()
     data = problem.data()
     exact = problem.exact(data)
     if exact is None:
-        tensors, facts = sampled(problem, data, place / CHECKPOINTS / name, Forecast(reporter or Silent()))
+        shown = Forecast(reporter or Silent())
+        tensors, facts = sampled(problem, data, place / CHECKPOINTS / name, shown, workers)
     else:
         tensors = {f"mean.{region}": law.mean for region, law in exact.items()}
         tensors |= {f"variance.{region}": law.variance for region, law in exact.items()}
@@ -61,21 +61,21 @@ def make(name: str, place: Path | None = None, reporter: Reporter | None = None)
 
 
 def sampled(
-    problem: ReferenceProblem, data: ProblemData, checkpoint: Path, reporter: Reporter
+    problem: ReferenceProblem, data: ProblemData, checkpoint: Path, reporter: Reporter, workers: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Outputs under draws of a long chain, thinned, with R-hat of every function value; and how they were made."""
-    method, resumed = build_method(SAMPLER, dict(problem.sampling)), checkpoint.exists()
-    with counting() as effort:
-        posterior = method.fit(
-            Problem(
-                model=problem.model,
-                likelihood=problem.likelihood,
-                data=as_batches(data.train, "train"),
-                training=problem.training,
-                checkpoint=checkpoint,
-                reporter=reporter,
-            )
+    posterior = problem.sampler.fit(
+        Problem(
+            model=problem.model,
+            likelihood=problem.likelihood,
+            data=as_batches(data.train, "train"),
+            training=problem.training,
+            strategy="processes" if workers > 1 else "auto",
+            workers=workers if workers > 1 else None,
+            checkpoint=checkpoint,
+            reporter=reporter,
         )
+    )
     chains = int(posterior.facts["chains"])
     tensors, found = thinned(problem, data, posterior, chains)
     facts = {
@@ -83,9 +83,9 @@ def sampled(
         "chains": chains,
         "draws": len(posterior.theta) // chains,
         **found,
-        "gradient_epochs": None if resumed else round(effort.examples / len(data.train), 1),
         "seconds": round(float(posterior.facts["seconds"]), 1),
         "method": posterior.facts["method"],
+        "diagnostics": posterior.facts["diagnostics"],
         "doubts": [doubt.sentence for doubt in posterior.doubts],
     }
     return tensors, facts

@@ -12,6 +12,7 @@ from bayesformer.core.settings import summary
 from bayesformer.core.types import GaussianOutputs
 from bayesformer.data import Data
 from bayesformer.likelihoods import Likelihood
+from bayesformer.methods import Method, Nuts
 from bayesformer.train.training import Training
 
 PRIOR = "normal(0, 1)"
@@ -74,9 +75,9 @@ class ReferenceProblem(ABC):
         """A new model with freshly drawn weights."""
 
     @property
-    def sampling(self) -> dict[str, Any]:
-        """Settings of the sampler that makes the reference, where there is no closed form."""
-        return {"chains": 4}
+    def sampler(self) -> Method:
+        """The chains that make the reference, where there is no closed form."""
+        return Nuts(draws=500, thin=1, warm_up=300)
 
     @property
     def training(self) -> Training:

@@ -50,7 +50,7 @@ def _methods(hot: list[float], warm_up: float) -> list[str | dict[str, Any]]:
     chain = {"name": "sghmc", "temperature": hot, "warm_up": warm_up}
     return [
         "mle",
-        {"name": "vi", "temperature": hot, "warm_up": warm_up},
+        {"name": "vi", "temperature": hot, "warm_up": warm_up, "log_sd": -5.0},  # the start of the stored results
         chain,
         {**chain, "chains": CHAINS, "draws": 1, "burn_in": 0.0},
         {"name": "laplace", "temperature": hot, "prior_precision": 1.0},

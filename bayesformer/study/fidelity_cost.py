@@ -7,6 +7,7 @@ to the reference posterior, in standard deviations of that one, as the mean over
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from bayesformer.bench.report.plot import Plot
 from bayesformer.bench.report.standalone import Key, write_figure
 from bayesformer.bench.statistics import Entry, Result, Summary, finite, summarise
 
-PREFIX = "fidelity/"
+PREFIX, LINEAR = "fidelity/", "linear-"
 REGIONS = ("in", "gap", "out")
 COLUMNS = 3  # panels side by side
 MARKERS = 5
@@ -46,6 +47,39 @@ def epochs(results: Sequence[Result]) -> float | None:
     """Mean cost over seeds in epochs of gradient evaluations; None if it was not counted."""
     found = summarise(v for r in results if (v := finite(r["cost"].get("gradient_epochs"))) is not None)
     return None if found is None else found.mean
+
+
+def overview(results: Sequence[Result]) -> str:
+    """Markdown, one row per method: distance and, in brackets, the ratio of spreads by region, on every problem.
+
+    One table of the problems whose names begin alike, "linear", and one of the others; methods in the order of their
+    median distance over the problems that they were run on.
+    """
+    problems = by_problem(results)
+    linear = {name: found for name, found in problems.items() if name.startswith(LINEAR)}
+    others = {name: found for name, found in problems.items() if name not in linear}
+    return "\n\n".join(_overview(part) for part in (linear, others) if part)
+
+
+def _overview(problems: Mapping[str, Mapping[Entry, Sequence[Result]]]) -> str:
+    entries = {entry for found in problems.values() for entry in found}
+
+    def place(entry: Entry) -> tuple[float, Entry]:
+        return statistics.median(_distance(found[entry]) for found in problems.values() if entry in found), entry
+
+    lines = [f"| distance, sd (spread ratio) | {' | '.join(problems)} |", "|---|" + "---|" * len(problems)]
+    for entry in sorted(entries, key=place):
+        cells = [_brief(found.get(entry, [])) for found in problems.values()]
+        lines.append(f"| {entry.label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _brief(results: Sequence[Result]) -> str:
+    distance = over_seeds(results, "wasserstein")
+    if distance is None:
+        return "–"
+    found = [over_seeds(results, f"spread_ratio/{region}") for region in REGIONS]
+    return f"{_short(distance.mean)} ({' / '.join(_one(ratio) for ratio in found if ratio is not None)})"
 
 
 def table(results: Sequence[Result]) -> str:

@@ -61,7 +61,7 @@ class TrainedTask:
         return {
             "task": self.name,
             "settings": asdict(self.task),  # type: ignore[call-overload]
-            "training": asdict(self.task.training),
+            "training": found[0]["training"],
             "networks": len(self.theta),
             "weights": self.space.size,
             "seconds": sum(facts["seconds"] for facts in found),

@@ -26,15 +26,13 @@ from bayesformer.laws import Diagonal
 from bayesformer.priors.setting import PriorSetting
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.metric import FLAT, covariance_root, kronecker_root
-from bayesformer.train.newton import polish
+from bayesformer.train.newton import DENSE, FEW, cheap_matrix, polish, steps_allowed
 from bayesformer.train.prototype import Start
 from bayesformer.train.recipe import SubsetStage, vector_prior
 
 Kind = Literal["dense", "kron", "diag", "prior"]
 Regime = Literal["gaussian", "network"]
 
-FEW = 500  # weights up to which a step in dense coordinates is cheaper than one in Kronecker coordinates
-DENSE = 2000  # weights up to which H is written down at all
 RISE = 2.0  # ρ above which the regime is a network's: 1.3 at most seen for linear models, 4.9 at least for others
 RISE_DRAWS = 16  # for ρ: its error is √(2 / (16 P))
 POWER = 10  # products for the largest curvature, where there is no matrix
@@ -56,12 +54,13 @@ class Coordinates:
     curvature_diagonal: Tensor  # (P,), the diagonal of H, prior included
     prior_precision: Tensor  # (P,), the diagonal of Π
     epochs: float  # spent here, in epochs of gradient evaluations
+    smallest: float | None = None  # the smallest eigenvalue of WᵀHW; None where H was never written down
 
     @property
     def facts(self) -> dict[str, object]:
         """The numbers, for the facts of a posterior."""
-        names = ("kind", "regime", "decrement", "rise", "largest", "epochs")
-        return {name: getattr(self, name) for name in names}
+        names = ("kind", "regime", "decrement", "rise", "largest", "smallest")
+        return {**{name: getattr(self, name) for name in names}, "search_epochs": self.epochs}
 
 
 def find_coordinates(
@@ -71,6 +70,7 @@ def find_coordinates(
     kind: Kind | Literal["auto"] = "auto",
     chain: int = 0,
     test: bool = True,
+    dense_up_to: int = FEW,
 ) -> Coordinates:
     """Coordinates around the mode that a chain of `part` starts from, which a few Gauss-Newton steps bring nearer.
 
@@ -81,12 +81,34 @@ def find_coordinates(
             network's regime, else dense up to 500 weights and Kronecker above.
         chain: whose start.
         test: whether the regime is tested by draws; otherwise it is a network's unless the outputs are linear.
+        dense_up_to: weights up to which "auto" is dense.
     """
+    refuse_too_large(kind, part.space.size)
+    batch = full_batch(part, prior, chain)
+    return _Search(batch, part.starts[chain].theta, kind, test, dense_up_to).found()
+
+
+def polished(part: SubsetStage, prior: PriorSetting | None, chain: int = 0) -> tuple[SubsetStage, float | None]:
+    """The stage with one chain nearer to its mode by Gauss-Newton steps, and the decrement δ that is left.
+
+    For models that are linear in the weights, or have at most 500; others stay as they are, and their δ is None.
+    """
+    batch = full_batch(part, prior, chain)
+    linear = batch.is_objective and batch.is_linear()
+    dense = cheap_matrix(batch, linear)
+    if not dense and not linear:
+        return part, None
     start = part.starts[chain]
+    found = polish(batch, start.theta.clone(), dense=dense, most=steps_allowed(batch, linear))
+    starts = list(part.starts)
+    starts[chain] = Start(found.theta, start.buffers)
+    return replace(part, starts=starts), found.decrement
+
+
+def full_batch(part: SubsetStage, prior: PriorSetting | None, chain: int = 0) -> FullBatch:
+    """U of the weights of one chain, with the method's prior or the earlier posterior that takes its place."""
     skeleton = part.prototype.skeleton if part.skeletons is None else part.skeletons[chain]
-    batch = FullBatch(part.prototype, skeleton, start, vector_prior(part.prototype, prior, part.space))
-    refuse_too_large(kind, batch.size)
-    return _Search(batch, start.theta, kind, test).found()
+    return FullBatch(part.prototype, skeleton, part.starts[chain], vector_prior(part.prototype, prior, part.space))
 
 
 def centred(part: SubsetStage, found: Sequence[Coordinates]) -> SubsetStage:
@@ -109,12 +131,11 @@ def refuse_too_large(kind: str, size: int) -> None:
 class _Search:
     """The steps of `find_coordinates` on one full batch."""
 
-    def __init__(self, batch: FullBatch, theta: Tensor, kind: str, test: bool) -> None:
-        self.batch, self.kind, self.test = batch, kind, test
+    def __init__(self, batch: FullBatch, theta: Tensor, kind: str, test: bool, dense_up_to: int) -> None:
+        self.batch, self.kind, self.test, self.dense_up_to = batch, kind, test, dense_up_to
         self.theta = theta.clone()
         self.linear = batch.is_objective and batch.is_linear()
-        small = batch.size <= FEW or (self.linear and batch.size <= DENSE)
-        self.dense = (batch.is_objective and small) or kind == "dense"
+        self.dense = cheap_matrix(batch, self.linear) or kind == "dense"
         self.precision: Tensor | None = None  # (P, P), H in float64
         self.decrement = float("nan")
         self.rise: float | None = None
@@ -122,7 +143,7 @@ class _Search:
     def found(self) -> Coordinates:
         """Mode, curvature, regime, coordinates, largest curvature, in this order."""
         if self.dense or self.linear:
-            found = polish(self.batch, self.theta, dense=self.dense)
+            found = polish(self.batch, self.theta, dense=self.dense, most=steps_allowed(self.batch, self.linear))
             self.theta, self.decrement, self.precision = found.theta, found.decrement, found.precision
         regime = self._regime()
         kind = self._kind(regime)
@@ -138,6 +159,7 @@ class _Search:
             curvature_diagonal=self.diagonal,
             prior_precision=self.prior,
             epochs=self.batch.epochs,
+            smallest=1.0 if kind == "dense" else self._smallest(root),
         )
 
     @cached_property
@@ -186,7 +208,7 @@ class _Search:
             return self.kind  # type: ignore[return-value]
         if regime == "network":
             return "prior"
-        return "dense" if self.batch.size <= FEW else "kron"
+        return "dense" if self.batch.size <= self.dense_up_to else "kron"
 
     def _root(self, kind: str) -> Root:
         if kind == "kron":
@@ -201,6 +223,14 @@ class _Search:
         """W in the Kronecker basis at the mode."""
         return kronecker_root(self.batch, self.theta)
 
+    def _smallest(self, root: Root) -> float | None:
+        """The smallest eigenvalue of WᵀHW, where H is there."""
+        if self.precision is None:
+            return None
+        once = root.times_root(self.precision.to(self.theta))  # (P, P), rows H W
+        whole = root.times_root(once.mT)  # Wᵀ H W
+        return float(torch.linalg.eigvalsh(whole.double())[0])
+
     def _largest(self, root: Root, regime: Regime) -> float:
         """The largest eigenvalue of WᵀHW, by power iteration; of a network, from some of its examples."""
         if self.precision is not None:
@@ -212,4 +242,4 @@ class _Search:
         return max(found.value, SMALLEST)
 
 
-__all__ = ["DENSE", "FEW", "Coordinates", "centred", "find_coordinates", "refuse_too_large"]
+__all__ = ["DENSE", "FEW", "Coordinates", "centred", "find_coordinates", "full_batch", "polished", "refuse_too_large"]

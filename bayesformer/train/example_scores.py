@@ -9,6 +9,7 @@ from torch import nn
 
 from bayesformer.core.errors import is_out_of_memory
 from bayesformer.core.seeds import generator
+from bayesformer.core.strategy import all_tensors
 from bayesformer.core.types import Params
 from bayesformer.core.vectors import THETA
 from bayesformer.inference.ekf_common import Scores, looped_scores, scores
@@ -16,13 +17,16 @@ from bayesformer.model.modes import set_training
 from bayesformer.train.objective import Objective
 from bayesformer.train.prototype import Prototype
 
+MOST = 2**25  # numbers of a forward pass of a batch, 128 MiB in float32, that a vmapped backward pass may multiply
 log = logging.getLogger("bayesformer")
 
 
 def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
-    """`scores` if the model can be vmapped over examples, else `looped_scores`.
+    """`scores` if the model can be vmapped over examples and a batch fits in memory, else `looped_scores`.
 
-    Decided by a trial on two examples and a shell of its own, thus by the model alone. A model that decides by the
+    Decided by a trial on two examples and a shell of its own, thus by the model alone. torch.func keeps what its
+    backward pass computes besides what the forward pass does, for all examples of a batch: a large model goes through
+    one by one, each of its passes being work enough. A model that decides by the
     values of its inputs, or moves buffers, cannot be vmapped; neither can one whose noise needs the global streams.
     Recurrent layers have no batching rule: under vmap torch would run them one by one as well, with a warning.
 
@@ -31,7 +35,7 @@ def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
         held: modules in evaluation mode, as they will be.
     """
     recurrent = any(isinstance(module, nn.RNNBase) for module in prototype.prepared.modules())
-    if recurrent or prototype.randomness.kind == "global":
+    if recurrent or prototype.randomness.kind == "global" or _forward_numbers(prototype) > MOST:
         return looped_scores
     try:
         together = _tried(prototype, held, scores)
@@ -46,6 +50,13 @@ def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
             log.info("gradients of examples are computed one by one: those of a vmapped pass differ")
             return looped_scores
     return scores
+
+
+def _forward_numbers(prototype: Prototype) -> int:
+    """Numbers in all tensors of a forward pass on one batch, scaled up from the first examples."""
+    shell, batch = prototype.skeleton.shell(gradients=False), prototype.trial_batch
+    found = all_tensors(lambda: prototype.trial(shell, batch))
+    return found * prototype.problem.training.batch_size // len(batch.targets)
 
 
 def _tried(prototype: Prototype, held: tuple[str, ...], way: Scores) -> Params:

@@ -20,6 +20,7 @@ from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch, Params, Transform
 from bayesformer.core.vectors import THETA
+from bayesformer.data.all_data import WholeData
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import InMemory
 from bayesformer.likelihoods import Likelihood
@@ -60,6 +61,8 @@ class Job:
     """whether batches are drawn with replacement"""
     join_single: bool = False
     """whether a last batch of one example is joined to the one before, as BatchNorm needs"""
+    whole: WholeData | None = None
+    """all data, for algorithms whose step takes them all: an epoch then is one step"""
     collect: Collect | None = None
     """states to keep on the way"""
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class Trained(NamedTuple):
 
     theta: Tensor  # (L, P), the best weights on validation data, or the last without
     buffers: Params  # each (L, ...), those that go with theta
-    history: list[dict[str, list[float]]]  # per epoch: the log joint and the validation score of each member
+    history: list[dict[str, list[float]]]  # per epoch: log joint, validation score and statistics of each member
     best_epoch: Tensor  # (L,)
     best_score: Tensor  # (L,), validation log-likelihood per example there; -inf without validation data
     epochs: int  # epochs begun
@@ -201,13 +204,21 @@ def _end_epoch(run: TrainingRun, job: Job) -> None:
     if every is None or unseen:  # the last weights are judged in any case
         _judge(run, job)
     mean = torch.stack(run.values).double().mean(0).reshape(-1)
-    run.history.append({"log_joint": mean.tolist(), **run.latest})
+    run.history.append({"log_joint": mean.tolist(), **run.latest, **_statistics(run.state)})
     if run.best_theta is None:
         run.best_epoch.fill_(run.epoch)
     run.epoch, run.step, run.values, run.latest = run.epoch + 1, 0, [], {}
 
 
-def _batches(job: Job, run: TrainingRun) -> Iterator[Batch]:
+def _statistics(state: Any) -> dict[str, list[float]]:
+    """What an algorithm says of its last step, by name; most say nothing."""
+    found = getattr(state, "statistics", None)
+    return {} if found is None else {name: [value.item()] for name, value in found._asdict().items()}
+
+
+def _batches(job: Job, run: TrainingRun) -> Iterator[Batch | WholeData]:
+    if job.whole is not None:
+        return iter([job.whole][run.step :])
     size, device = job.training.batch_size, job.theta.device
     options: dict[str, Any] = {"seed": job.seed, "epoch": run.epoch, "start": run.step, "device": device}
     options |= {"replacement": job.replacement, "join_single": job.join_single}

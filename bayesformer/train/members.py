@@ -15,6 +15,7 @@ from bayesformer.core.progress import Reporter
 from bayesformer.core.strategy import decide, largest_tensor, run_as
 from bayesformer.core.types import LogJoint, Params, Transform
 from bayesformer.core.vectors import THETA
+from bayesformer.data.all_data import WholeData
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import Data, batch_to
 from bayesformer.data.inputs import tensors_of
@@ -60,6 +61,8 @@ class Stage:
     terms: tuple[Term, ...] = ()
     samples: int = 1
     replacement: bool = False
+    chunk: int | None = None
+    """every step takes all data, evaluated in chunks of this many examples; None: a step takes a batch"""
     held: tuple[str, ...] | None = None
     """modules in evaluation mode; None: those of the prototype"""
     collect: Callable[[int], Collect] | None = None
@@ -78,6 +81,8 @@ class Stage:
     @property
     def steps(self) -> int:
         """Steps that a member makes, at most."""
+        if self.chunk is not None:
+            return self.training.steps(1)
         joined = self.prototype.moves_buffers
         per_epoch = self.prototype.data.steps(self.training.batch_size, join_single=joined)
         if per_epoch is None:
@@ -129,6 +134,7 @@ class Stage:
             held=prototype.held if self.held is None else self.held,
             replacement=self.replacement,
             join_single=prototype.moves_buffers,
+            whole=None if self.chunk is None else WholeData(prototype.data, self.chunk, self.device),
             collect=None if self.collect is None else self.collect(steps),
             identity={"method": self.label, "init": self.problem.init, **self.identity},
         )
@@ -188,6 +194,7 @@ class Stage:
         if data is None:
             return "the data are not tensors in memory, and members read them in different orders"
         rules = (
+            (self.chunk is not None, "steps on all data take as many evaluations as the trajectory of each chain"),
             (self.skeletons is not None, "every member has fixed weights of its own"),
             (
                 made.randomness.kind != "none" or self.kl_weight is not None or bool(self.terms),
@@ -224,6 +231,7 @@ class Fitted:
     draw_buffers: Params  # each (L, S, ...)
     strategy: str
     facts: dict[str, Any]
+    histories: list[list[dict[str, list[float]]]] = field(default_factory=list)  # per job, per epoch: numbers by name
 
 
 def fit_stage(stage: Stage, members: int) -> Fitted:
@@ -242,7 +250,8 @@ def fit_stage(stage: Stage, members: int) -> Fitted:
         "strategy": strategy,
     }
     theta = results[0].theta if len(results) == 1 else torch.cat([r.theta for r in results])
-    return Fitted(theta, shared(joined), [r.state for r in results], draws, kept, strategy, facts)
+    states, histories = [r.state for r in results], [r.history for r in results]
+    return Fitted(theta, shared(joined), states, draws, kept, strategy, facts, histories)
 
 
 def _results(stage: Stage, members: Sequence[int]) -> tuple[str, list[Trained]]:

@@ -20,6 +20,8 @@ from bayesformer.train.metric import kronecker_root, precision_at
 
 CLOSE = 0.05  # posterior standard deviations: nearer than this no further step is made
 STEPS, HALVINGS = 5, 8  # Gauss-Newton steps and halvings of each, at most
+FEW = 500  # weights up to which H is written down whatever the model is
+DENSE = 2000  # and if its outputs are linear in them
 SUFFICIENT = 1e-4  # share of the predicted decrease of U that a step must bring (Armijo)
 PRODUCTS = 20  # of conjugate gradients for one step, at most: two epochs each
 RESIDUAL = 0.03  # of conjugate gradients, over the gradient: the next step makes up for it
@@ -58,6 +60,16 @@ def polish(batch: FullBatch, theta: Tensor, *, dense: bool, most: int = STEPS) -
         value, gradient = batch.slope(theta)
         found = solve(batch, theta, gradient)
     return Polished(theta, decrement, made, found.precision)
+
+
+def cheap_matrix(batch: FullBatch, linear: bool) -> bool:
+    """Whether H is written down to find the mode: for few weights of a function that sampling sees as it is."""
+    return batch.is_objective and batch.size <= (DENSE if linear else FEW)
+
+
+def steps_allowed(batch: FullBatch, linear: bool) -> int:
+    """Gauss-Newton steps that may be made: none where validation data have chosen the weights of a network."""
+    return STEPS if linear or batch.prototype.validation is None else 0
 
 
 def _search(batch: FullBatch, theta: Tensor, value: float, found: Direction) -> Tensor | None:

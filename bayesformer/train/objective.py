@@ -24,6 +24,7 @@ from bayesformer.core.effort import note
 from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.core.vectors import THETA
+from bayesformer.data.all_data import WholeData
 from bayesformer.layers import has_random_parts, kl_divergence
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.calling import apply
@@ -122,7 +123,7 @@ class Objective:
         self.named: dict[str, Tensor] = {}
         """the parts of the latest value of `value_and_grad` or `over`, () each: "log_likelihood", "log_prior", "kl" and
         the names of further terms, as they enter the sum"""
-        self._pass = _Pass(shell.module, self)
+        self._pass = _Pass(shell.module)
 
     def __call__(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Value and outputs, purely: a function of `params` alone, apart from the noise of the pass."""
@@ -131,9 +132,15 @@ class Objective:
         value, outputs = self._pure(self.shell.space.views(theta), batch, None, buffers)
         return value + self.prior.log_prob(theta) / self.num_data, outputs.detach()
 
-    def value_and_grad(self, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
-        """Value, outputs and gradient; the gradient's memory is reused by the next call."""
+    def value_and_grad(self, params: Params, batch: Batch | WholeData) -> tuple[Tensor, Tensor, Params]:
+        """Value, outputs and gradient; the gradient's memory is reused by the next call.
+
+        For `WholeData` they are those of all examples, evaluated chunk by chunk; outputs are then left out: empty.
+        """
         theta = params[THETA]
+        if isinstance(batch, WholeData):
+            value, gradient = self.over(params, batch)
+            return value, value.new_empty(0), gradient
         if theta.dim() > 1:
             return self._batched(theta, batch)
         total = self._begin(theta)
@@ -212,7 +219,7 @@ class Objective:
         """The value without the prior, and outputs, as a function of weights by name; κ is asked for if it is None."""
         own = {f"module.{name}": value for name, value in (self.shell.cast(weights) | (buffers or {})).items()}
         with plain_attention() if transformed() else nullcontext():
-            return functional_call(self._pass, own, (batch, kappa))
+            return functional_call(self._pass, own, (self, batch, kappa))
 
     def _batched(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Params]:
         leaves = {k: v.detach().requires_grad_() for k, v in self.shell.space.views(theta).items()}
@@ -230,15 +237,15 @@ class Objective:
 class _Pass(nn.Module):
     """A module whose forward is the value of a batch, so that functional_call can give it other weights."""
 
-    def __init__(self, module: nn.Module, objective: Objective) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.objective = module, objective
+        self.module = module
 
-    def forward(self, batch: Batch, kappa: Tensor | float | None) -> tuple[Tensor, Tensor]:
+    def forward(self, objective: Objective, batch: Batch, kappa: Tensor | float | None) -> tuple[Tensor, Tensor]:
         """The value without the prior, averaged over samples, and the outputs of the last one."""
-        weight = self.objective._kappa(self.module) if kappa is None else kappa
+        weight = objective._kappa(self.module) if kappa is None else kappa
         values = []
-        for _ in range(self.objective.samples):
-            value, outputs, _ = self.objective.evaluate(self.module, batch, weight)
+        for _ in range(objective.samples):
+            value, outputs, _ = objective.evaluate(self.module, batch, weight)
             values.append(value)
         return values[0] if len(values) == 1 else torch.stack(values).mean(0), outputs

@@ -19,7 +19,7 @@ from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
-from bayesformer.model.probe import Probe, probe
+from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
@@ -48,9 +48,13 @@ class Prototype:
     """
 
     def __init__(
-        self, problem: Problem, preparation: Preparation | None = None, dropout_rate: float | None = None
+        self,
+        problem: Problem,
+        preparation: Preparation | None = None,
+        dropout_rate: float | None = None,
+        evaluation: bool = False,
     ) -> None:
-        self.problem = problem
+        self.problem, self.evaluation = problem, evaluation
         own = () if preparation is None else preparation.changes
         self.preparation = Preparation((*problem.preparation.changes, *own))
         self.dropout_rate = dropout_rate
@@ -94,7 +98,7 @@ class Prototype:
     def probed(self) -> Probe:
         """What a training pass does: weights it leaves out, buffers it changes."""
         shell = self.skeleton.shell()
-        found = probe(shell, self.trial_batch.inputs, training=True)
+        found = probe_training(shell, self.trial_batch.inputs)
         by_kl = family_weights(self.prepared)  # the KL of attention may depend on them
         unused = [name for name in found.unused if name not in by_kl]
         if unused:
@@ -104,7 +108,14 @@ class Prototype:
 
     @cached_property
     def held(self) -> tuple[str, ...]:
-        """Modules that stay in evaluation mode while the others train."""
+        """Modules that stay in evaluation mode while the others train: all of them, if `evaluation` was asked for."""
+        if self.evaluation:
+            return tuple(name for name, _ in self.prepared.named_modules())
+        return self.held_by_default
+
+    @cached_property
+    def held_by_default(self) -> tuple[str, ...]:
+        """Modules that stay in evaluation mode as the model was given and the training settings say."""
         fixed = self.problem.training.buffers == "fixed"
         return held_modules(self.prepared, self.space, self.probed.buffers_changed, fixed)
 
@@ -124,6 +135,13 @@ class Prototype:
         shell = self.skeleton.shell()
         set_training(shell.module, self.held)
         return find_randomness(shell.module, lambda: shell(self.trial_batch.inputs), True, self.dropout_rate)
+
+    @cached_property
+    def noisy_in_training(self) -> bool:
+        """Whether a pass in training mode would draw random numbers, as dropout does, where `held` lets it not."""
+        shell = self.skeleton.shell()
+        set_training(shell.module, self.held_by_default)
+        return find_randomness(shell.module, lambda: shell(self.trial_batch.inputs)).kind != "none"
 
     def check_single(self) -> None:
         """Refuse batches of one example for a model that normalises by its batch, before anything is trained."""

@@ -23,6 +23,7 @@ from bayesformer.train.rounding import rounding_facts
 from bayesformer.train.training import Training
 from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
 
+FEWEST_STEPS = 400  # of the search for a mode, unless its length was given
 MODE_SHARE = 0.5  # of the epochs, to find the mode of the other weights where a subset is inferred
 
 
@@ -114,6 +115,15 @@ class Modes:
         own = {name: value[chain if len(value) > 1 else 0] for name, value in self.buffers.items()}
         return Start(self.theta[chain], own)
 
+    @property
+    def distinct(self) -> bool:
+        """Whether chains have modes of their own."""
+        return len(self.theta) > 1 and not bool((self.theta == self.theta[:1]).all())
+
+    def repeated(self, chains: int) -> Modes:
+        """The one mode for several chains."""
+        return replace(self, theta=self.theta[:1].repeat(chains, 1))
+
 
 def find_modes(prototype: Prototype, name: str, prior: PriorSetting | None, share: float, chains: int = 1) -> Modes:
     """The modes that Adam finds in a share of the training; with share 0 the starts themselves."""
@@ -127,7 +137,7 @@ def find_modes(prototype: Prototype, name: str, prior: PriorSetting | None, shar
     stage = Stage(
         prototype,
         f"{name}-mode",
-        shortened(prototype.problem.training, share),
+        mode_training(prototype, share),
         prior=vector_prior(prototype, prior),
         validation=prototype.validation,
         starts=starts_,
@@ -135,6 +145,18 @@ def find_modes(prototype: Prototype, name: str, prior: PriorSetting | None, shar
     )
     found = fit_stage(stage, chains)
     return Modes(found.theta, found.buffers, found)
+
+
+def mode_training(prototype: Prototype, share: float) -> Training:
+    """A share of the training; where its length was left to the library, all of it and at least 400 steps.
+
+    Few examples make few steps in 100 epochs, and Adam goes no farther than its rate in each.
+    """
+    training = prototype.problem.training
+    if share < 1 or training.max_steps is not None or training.epochs != Training.epochs:
+        return shortened(training, share)
+    per_epoch = Stage(prototype, "mode", replace(training, epochs=1)).steps
+    return replace(training, epochs=max(training.epochs, -(-FEWEST_STEPS // per_epoch)))
 
 
 def _earlier_or(prototype: Prototype, start: Start) -> Start:

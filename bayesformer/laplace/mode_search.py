@@ -1,0 +1,117 @@
+"""The mode that a Laplace posterior is put around: Gauss-Newton steps after the training, and how far it still is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.doubts import Doubt
+from bayesformer.core.seeds import fold
+from bayesformer.laplace import last_layer
+from bayesformer.laws import GaussianLaw
+from bayesformer.model.space import Space
+from bayesformer.train.coordinates import RISE, RISE_DRAWS, full_batch, polished
+from bayesformer.train.full_batch import FullBatch
+from bayesformer.train.mode_doubts import of_mode
+from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.recipe import Modes, SubsetStage, subset_stage
+
+if TYPE_CHECKING:
+    from bayesformer.laplace.method import Laplace
+
+SEPARATES = ("kron", "full", "block", "last_layer", "subnetwork")
+"""structures whose draws tell a network from a linear model; diagonal ones do not"""
+
+
+class FoundMode(NamedTuple):
+    """Weights and buffers of a mode, and the Newton decrement δ there; None where no step could be made."""
+
+    start: Start
+    decrement: float | None
+
+
+def normal(precision: float) -> str:
+    """The prior N(0, 1/precision) as a setting."""
+    return f"normal(0, {precision**-0.5!r})"
+
+
+def nearest_mode(method: Laplace, prototype: Prototype, start: Start, precision: float) -> FoundMode:
+    """The mode under N(0, 1/precision) that a few Gauss-Newton steps find from trained weights.
+
+    Only the weights that the posterior will be over are moved, where the outputs are linear in them or they are few.
+    """
+    part = _part(method, prototype, start)
+    moved, decrement = polished(part, normal(precision))
+    if decrement is None:
+        return FoundMode(start, None)
+    theta = start.theta.clone()
+    theta[part.place] = moved.starts[0].theta
+    return FoundMode(Start(theta, start.buffers), decrement)
+
+
+def inferred(method: Laplace, prototype: Prototype) -> Space:
+    """The weights that the posterior will be over."""
+    if "last_layer" in (method.subset, method.structure):
+        module = prototype.skeleton.shell(gradients=False).module.eval()
+        return last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
+    return prototype.space.select(method.subset)
+
+
+def _part(method: Laplace, prototype: Prototype, start: Start) -> SubsetStage:
+    modes = Modes(start.theta[None], {name: value[None] for name, value in start.buffers.items()}, None)
+    return subset_stage(prototype, modes, inferred(method, prototype).names)
+
+
+def mode_doubts(
+    method: Laplace, prototype: Prototype, law: GaussianLaw, found: FoundMode, precision: float
+) -> tuple[list[Doubt], dict[str, float]]:
+    """How far the mean is from the mode, and, where weights are to be drawn, whether their U is that of a Gaussian."""
+    part = _part(method, prototype, found.start)
+    batch, own = full_batch(part, normal(precision)), part.starts[0].theta
+    decrement = found.decrement
+    if decrement is None:
+        decrement = _decrement(law, part.place, batch.slope(own)[1])
+    doubts, numbers = [], {"decrement": decrement}
+    if prototype.validation is None:  # early stopping leaves the mode on purpose
+        doubts += of_mode(decrement)
+    if method.predictive == "sampled" and method.structure in SEPARATES:
+        numbers["rise"] = _rise(law, part.place, own, batch)
+        doubts += of_rise(numbers["rise"])
+    return doubts, numbers
+
+
+def of_rise(rise: float) -> list[Doubt]:
+    """Whether draws of the weights lie where the posterior does, by the mean rise of U over half their number."""
+    if rise <= RISE:
+        return []
+    return [
+        Doubt(
+            "regime",
+            f"Draws of the weights raise the negative log joint {rise:.3g} times as much as a Gaussian's own: "
+            "this one is far too wide for the model. Use predictive='linearised', or Sghmc.",
+            rise,
+            RISE,
+        )
+    ]
+
+
+def _decrement(law: GaussianLaw, place: slice | Tensor, gradient: Tensor) -> float:
+    """√(∇Uᵀ Σ ∇U / P) with the covariance that was found, over the weights that have one."""
+    whole = torch.zeros_like(law.mean)
+    whole[place] = gradient
+    squared, count = 0.0, 0
+    for own, block in zip(law.places, law.blocks, strict=True):
+        squared += float(block.times(whole[own]).double() @ whole[own].double())
+        count += block.size
+    return (squared / max(count, 1)) ** 0.5
+
+
+def _rise(law: GaussianLaw, place: slice | Tensor, mode: Tensor, batch: FullBatch) -> float:
+    """ρ, the mean rise of U under the law's own draws over half the number of weights."""
+    centred, seed = replace(law, mean=torch.zeros_like(law.mean)), fold(0, "regime")
+    base, count = batch.potential(mode), sum(block.size for block in law.blocks)
+    rises = [batch.potential(mode + centred.row(draw, seed)[place]) - base for draw in range(RISE_DRAWS)]
+    return 2 * sum(rises) / (RISE_DRAWS * count)

@@ -1,0 +1,146 @@
+"""Gaussians from the path of an optimiser: Swag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from bayesformer.core.doubts import Doubt, recorded
+from bayesformer.core.rules import above, at_least, check_ranges, one_of, or_auto, whole, within
+from bayesformer.core.settings import LATER
+from bayesformer.core.types import LogJoint, Transform
+from bayesformer.inference import sgld, swag
+from bayesformer.inference.affine import AffineMap
+from bayesformer.laws import GaussianLaw
+from bayesformer.posterior import Posterior
+from bayesformer.predict.ways import WAYS, Way
+from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.around_mode import AroundMode, Auto, started, tempered_map
+from bayesformer.train.coordinates import refuse_too_large
+from bayesformer.train.gaussian_doubts import gaussian_doubts
+from bayesformer.train.members import Stage
+from bayesformer.train.problem import Problem
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import fit_gaussian, mode_share, shortened
+from bayesformer.train.training import Training
+
+FEWEST_SNAPSHOTS = 2  # one alone has no deviation from its mean
+EPOCHS, STEPS = 100, 600  # of a descent in whitened coordinates, which forgets in half an epoch
+OPTIMISER = Doubt(
+    "spread",
+    "Not a posterior: the spread of an optimiser. As published, SWAG's covariance is set by the learning rate and the "
+    "batch size, whatever the data say. Swag(coordinates='whitened') has the posterior's where that is a Gaussian.",
+)
+
+
+@dataclass(frozen=True)
+class Swag:
+    """SWAG: the mean and spread of the weights that gradient descent visits around a mode.
+
+    As published (Maddox et al. 2019) by default, which is not a posterior: where the noise of gradients has the shape
+    of the curvature, the stationary covariance of descent with rate h is (h N / 2n) I whatever the curvature is (Mandt
+    et al. 2017). `coordinates="whitened"` descends in θ = θ* + W φ with W Wᵀ the inverse curvature at the mode, at the
+    rate h = 2n / (N + n) on the sum over examples, with batches of n drawn with replacement: then that covariance
+    is the inverse curvature itself.
+    """
+
+    lr: float = 2e-4
+    """constant rate of the descent that is watched; in whitened coordinates it follows from N and the batch size"""
+    rank: int = 20
+    """deviations kept for the low-rank part; 0 is the diagonal form"""
+    scale: float = 0.5
+    """factor of the covariance; 0 is SWA, the mean alone"""
+    every: int = 4
+    """steps between snapshots"""
+    prior: PriorSetting = "normal(0, 1)"
+    """law of every weight, or a table of laws by name pattern"""
+    warm_up: float = 0.5
+    """share of the training that finds a mode with Adam, the rest is watched; in whitened coordinates all of it"""
+    draws: int = 30
+    """draws per prediction"""
+    predictive: Way = "sampled"
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
+    subset: str = "*"
+    """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
+    coordinates: Literal["plain", "whitened"] = field(default="plain", metadata=LATER)
+    """weights as they are, or in units of the posterior's standard deviations (at most 2000 weights)"""
+    epochs: int | Auto = field(default="auto", metadata=LATER)
+    """that are watched in whitened coordinates; auto: 100, and at least 600 steps"""
+
+    AFTER_TRAINING: ClassVar = ("draws", "predictive")
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            lr=above(0),
+            rank=whole(0),
+            scale=at_least(0),
+            every=whole(1),
+            warm_up=within(0, 1),
+            draws=whole(1),
+            predictive=one_of(WAYS),
+            coordinates=one_of(("plain", "whitened")),
+            epochs=or_auto(whole(1)),
+        )
+        prior_of(self.prior)
+
+    def fit(self, problem: Problem) -> Posterior:
+        """Run gradient descent and fit a Gaussian to the weights it passes through."""
+        prototype = Prototype(problem)
+        law = partial(swag.law, scale=self.scale)
+        if self.coordinates == "whitened":
+            return self._whitened(prototype)
+        self._check(prototype)
+        found = fit_gaussian(self, prototype, self.build, law, prior=self.prior)
+        return replace(found, facts={**found.facts, **recorded([OPTIMISER])})
+
+    def _whitened(self, prototype: Prototype) -> Posterior:
+        refuse_too_large("dense", prototype.space.select(self.subset).size)
+        around = AroundMode(self, prototype, self.prior, "dense")
+        frame = tempered_map(around.coordinates.center, around.coordinates.root, 1.0)
+
+        def law(state: Any) -> GaussianLaw:
+            return frame.to_theta(swag.law(state, scale=self.scale))
+
+        return around.run(
+            partial(self.build, frame=frame),
+            law,
+            around.training(self.epochs, EPOCHS, STEPS),
+            replacement=True,
+            check=partial(self._doubts, around),
+        )
+
+    def _doubts(self, around: AroundMode, law: GaussianLaw) -> tuple[Doubt, ...]:
+        seed = around.prototype.problem.seed
+        how: dict[str, Any] = {"temperature": 1.0, "family": "dense", "seed": seed, "variational": False}
+        return tuple(gaussian_doubts(around.coordinates, around.full_batch(), law, **how))
+
+    def _check(self, prototype: Prototype) -> None:
+        """Refuse a training with fewer than two snapshots, which would have no spread, before anything is trained."""
+        training = shortened(prototype.problem.training, 1 - mode_share(self, prototype))
+        steps = Stage(prototype, "swag", training).steps
+        snapshots = (steps - self._start(training, steps)) // self.every
+        if self.scale and snapshots < FEWEST_SNAPSHOTS:
+            raise ValueError(
+                f"swag must take at least {FEWEST_SNAPSHOTS} snapshots to have a spread; {steps} steps after the "
+                f"warm-up with every={self.every} give {snapshots}. Train for more epochs, or lower every or warm_up."
+            )
+
+    def build(
+        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, frame: AffineMap | None = None
+    ) -> Transform:
+        """Gradient descent, which is Langevin dynamics at temperature 0, watched after its first epoch."""
+        start = self._start(training, steps)
+        if frame is None:
+            return swag.build(sgld.build(log_joint, self.lr, 0.0), start, self.every, self.rank)
+        size = min(training.batch_size, num_data)
+        # φ ← (1 - h) φ + noise of variance h² N/n: stationary at variance 1 for h = 2n / (N + n), in units of 1 / N
+        rate = 2 * size * num_data / (num_data + size)
+        watched = swag.build(sgld.build(frame.in_phi(log_joint), rate, 0.0), start, self.every, self.rank)
+        return started(watched, frame)
+
+    @staticmethod
+    def _start(training: Training, steps: int) -> int:
+        """Steps before the first snapshot can be taken: one epoch, if there are several."""
+        return 0 if training.epochs == 1 else steps // training.epochs

@@ -1,0 +1,134 @@
+"""What a sampler can say of its own chains: before they run, and from what they left behind."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.doubts import Doubt
+from bayesformer.core.seeds import generator
+from bayesformer.inference.diagnostics import effective_sample_size
+from bayesformer.inference.whitened import WhitenedState, configuration
+from bayesformer.methods.pace import Pace
+from bayesformer.train.coordinates import Coordinates
+from bayesformer.train.members import Fitted
+
+if TYPE_CHECKING:
+    from bayesformer.methods.chain_run import ChainRun
+
+FEWEST = 10.0  # independent draws that a forecast must promise
+SLOWEST = 3.0  # of them along the direction that the data determine least
+WORTH = 8.0  # effective draws, median over weights: below, 83 % of slow chains and 2 % of good ones
+HOT = 1.6  # configurational temperature: above, all chains that batches heated and no good one
+LOOKED_AT = 256  # weights whose draws are looked at
+ENOUGH = 20  # kept draws of a chain below which they cannot tell
+
+
+def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[Doubt]:
+    """What the forecast says before a chain runs: too short, or with directions that it cannot reach."""
+    if run.method.temperature == 0 or run.method.cycles:
+        return []
+    kept = (1 - run.method.burn_in) * epochs * run.chains
+    typical = kept / pace.integrated()
+    if found.regime == "network":
+        return [_network(pace, kept)]
+    doubts = []
+    if typical < FEWEST:
+        needed = math.ceil(FEWEST * pace.integrated() / (1 - run.method.burn_in))
+        doubts.append(
+            Doubt(
+                "length",
+                f"{epochs * run.chains} epochs of sampling are worth about {typical:.1f} independent draws; "
+                f"{needed} epochs would be worth {FEWEST:.0f}. Raise {run.name}.epochs, or leave it at 'auto'.",
+                typical,
+                FEWEST,
+            )
+        )
+    slowest = None if found.smallest is None else kept / pace.integrated(found.smallest)
+    if slowest is not None and slowest < SLOWEST <= typical:
+        doubts.append(
+            Doubt(
+                "slow directions",
+                "Directions the data determine weakly have not been explored: the slowest one gets about "
+                f"{slowest:.2g} independent draws. Use Sghmc or Baoab, whose coordinates follow such directions, or "
+                f"raise {run.name}.epochs.",
+                slowest,
+                SLOWEST,
+            )
+        )
+    return doubts
+
+
+def _network(pace: Pace, kept: float) -> Doubt:
+    """In a network every chain of this kind is short: how short, in units of the prior's scale."""
+    worth = kept * pace.time / 3 if pace.friction is not None else kept * pace.time / 2
+    return Doubt(
+        "regime",
+        "This is a network: draws around its mode are not draws of its posterior, and this chain is worth about "
+        f"{worth:.2g} independent ones: outside the data its spread is far too small. "
+        + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
+        worth,
+        FEWEST,
+    )
+
+
+def of_draws(run: ChainRun, fitted: Fitted, pace: Pace | None = None) -> list[Doubt]:
+    """Whether the draws of the weights are worth as many independent ones as they must be."""
+    draws = fitted.draws  # (C, S, P)
+    if draws is None or draws.shape[1] < ENOUGH or run.method.temperature == 0 or run.method.cycles:
+        return []
+    worth = median_worth(draws)
+    if not worth < WORTH:
+        return []
+    promised = "" if pace is None else f" where {_promised(run, fitted, pace):.0f} were to be expected"
+    return [
+        Doubt(
+            "effective draws",
+            f"The draws are worth only {worth:.1f} independent ones for half of the weights{promised}: the chain moves "
+            f"too slowly. Raise {run.name}.epochs"
+            + (", or leave lr at 'auto'." if run.is_plain else ", or use Sghmc or Baoab."),
+            worth,
+            WORTH,
+        )
+    ]
+
+
+def _promised(run: ChainRun, fitted: Fitted, pace: Pace) -> float:
+    epochs = sum(fitted.facts["steps"]) / run.per_epoch
+    return (1 - run.method.burn_in) * epochs / pace.integrated()
+
+
+def median_worth(draws: Tensor) -> float:
+    """The median over some weights of the effective number of draws (C, S, P), but for weights that stand still."""
+    source = generator(0, "effective draws")
+    chosen = torch.randperm(draws.shape[-1], generator=source, device="cpu")[:LOOKED_AT].to(draws.device)
+    found = effective_sample_size(draws[..., chosen])
+    found = found[~found.isnan()]
+    return float(found.median()) if len(found) else math.nan
+
+
+def temperature(run: ChainRun, fitted: Fitted) -> float | None:
+    """The configurational temperature of all chains, in units of the one that was asked for; None at temperature 0."""
+    asked = run.method.temperature / run.problem.num_data
+    states = [state for state in fitted.states if isinstance(state, WhitenedState)]
+    if not asked or not states or run.method.cycles:
+        return None
+    return float(torch.cat([configuration(state).reshape(-1) for state in states]).double().mean() / asked)
+
+
+def of_temperature(heat: float | None) -> list[Doubt]:
+    """Whether the noise of the batches has heated the chains."""
+    if heat is None or not heat > HOT:
+        return []
+    return [
+        Doubt(
+            "temperature",
+            f"The chain ran at {heat:.1f} times its temperature, heated by the noise of its batches: its spread is too "
+            "wide. Use larger batches (training.batch_size).",
+            heat,
+            HOT,
+        )
+    ]

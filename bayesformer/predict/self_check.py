@@ -1,0 +1,199 @@
+"""The thorough checks of a posterior against data: what a fit has no time for, and `Posterior.check` runs when asked.
+
+Of chains: the effective number of draws of outputs on the data and far off them, and the configurational temperature
+from gradients of all data. Of Gaussians: how much draws of the weights raise the negative log joint, how far draws
+score below the mean, and whether linearised and sampled outputs spread alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bayesformer.core.doubts import Doubt
+from bayesformer.core.types import Draws, Inputs
+from bayesformer.data import Batches
+from bayesformer.data.inputs import map_inputs, tensors_of
+from bayesformer.inference.diagnostics import effective_sample_size
+from bayesformer.laws import GaussianLaw, Samples, buffers_of
+from bayesformer.model.shell import Shell
+from bayesformer.priors.prior import Prior
+from bayesformer.priors.setting import prior_of
+
+if TYPE_CHECKING:
+    from bayesformer.posterior import Posterior
+
+EXAMPLES = 64  # whose outputs are looked at
+FAR = 3.0  # times the inputs: off the data
+WORTH, ENOUGH = 8.0, 20  # effective draws that outputs must have, and kept draws that can tell
+HOT = 1.6  # configurational temperature
+RISE, DRAWS = 2.0, 16  # of U under draws over that of a Gaussian, and how many draws
+BELOW = 0.1  # nats per example that draws may score below the mean
+APART = 2.0  # ratio of linearised and sampled standard deviations of outputs, either way
+CHUNK = 256
+
+
+def self_check(posterior: Posterior, data: Batches) -> tuple[Doubt, ...]:
+    """All doubts that the law of a posterior and these data, those it was fitted to, give reason for."""
+    if posterior.noisy_draws:
+        return ()
+    if isinstance(posterior.law, Samples):
+        return tuple(_chain(posterior, posterior.law, data))
+    if isinstance(posterior.law, GaussianLaw):
+        return tuple(_gaussian(posterior, posterior.law, data))
+    return ()
+
+
+def _chain(posterior: Posterior, law: Samples, data: Batches) -> list[Doubt]:
+    chains = int(posterior.facts.get("chains", 1))
+    each = len(law.theta) // chains
+    if each < ENOUGH:
+        return []
+    inputs, doubts = data.first(EXAMPLES).inputs, []
+    for where, own in (("on the data", inputs), (f"at {FAR:.0f} times the inputs", _scaled(inputs))):
+        if own is not None:
+            doubts += _worth(posterior, own, chains, where)
+    temperature = _temperature(posterior, law, data)
+    if temperature is not None and temperature > HOT:
+        sentence = (
+            f"The draws are at {temperature:.1f} times their temperature, as gradients of all data measure it: their "
+            "spread is too wide. Use larger batches."
+        )
+        doubts.append(Doubt("temperature", sentence, temperature, HOT))
+    return doubts
+
+
+def _worth(posterior: Posterior, inputs: Inputs, chains: int, where: str) -> list[Doubt]:
+    found = posterior.outputs(inputs, predictive="sampled")
+    assert isinstance(found, Draws)
+    values = found.values.flatten(1)  # (L, outputs)
+    worth = effective_sample_size(values.view(chains, -1, values.shape[1]))
+    worth = worth[~worth.isnan()]
+    middle = float(worth.median()) if len(worth) else math.inf
+    if not middle < WORTH:
+        return []
+    sentence = (
+        f"The draws are worth only {middle:.1f} independent ones for the outputs {where}. Give the sampler more epochs."
+    )
+    return [Doubt("effective draws", sentence, middle, WORTH)]
+
+
+def _scaled(inputs: Inputs) -> Inputs | None:
+    """The inputs farther away, where they are numbers; token ids have no such place."""
+    if not all(leaf.is_floating_point() for leaf in tensors_of(inputs)):
+        return None
+    return map_inputs(inputs, lambda x: FAR * x)
+
+
+def _temperature(posterior: Posterior, law: Samples, data: Batches) -> float | None:
+    """Mean over draws of (θ - θ̄) · ∇U(θ) / P, over the temperature asked for; what θ̄ takes away is put back."""
+    prior = prior_in(posterior.facts)
+    asked = float(posterior.facts.get("method", {}).get("temperature", 1.0))
+    moving = law.theta.std(0) > 0
+    if prior is None or asked == 0 or not bool(moving.any()):
+        return None
+    mean, products = law.theta.mean(0), []
+    for draw, theta in enumerate(law.theta):
+        with posterior.at_mean.borrow() as shell:
+            shell.load_buffers(buffers_of(law, draw))
+            slope = _slope(posterior, shell, theta, prior, data)
+            shell.load(mean)
+        products.append(float(((theta - mean)[moving].double() * slope[moving].double()).sum() / int(moving.sum())))
+    return sum(products) / (len(products) - 1) / asked
+
+
+def _slope(posterior: Posterior, shell: Shell, theta: Tensor, prior: Prior, data: Batches) -> Tensor:
+    """(P,): ∇U(θ) over all data."""
+    shell.load(theta)
+    views = {name: value.detach().requires_grad_() for name, value in posterior.space.views(theta.clone()).items()}
+    with torch.enable_grad():
+        parts = torch.autograd.grad(-prior.log_prob(views), list(views.values()))
+    total = torch.cat([part.flatten() for part in parts])
+    weights = list(shell.weights.values())
+    for batch in data.in_order(CHUNK, theta.device):
+        with torch.enable_grad():
+            outputs = shell(batch.inputs)
+            loss = -posterior.likelihood.log_prob(outputs, batch.targets, batch.mask).sum()
+            found = torch.autograd.grad(loss, weights, materialize_grads=True)
+        total = total + torch.cat([g.flatten().to(total) for g in found])
+    return total
+
+
+def _gaussian(posterior: Posterior, law: GaussianLaw, data: Batches) -> list[Doubt]:
+    rows = [law.row(draw, seed=1) for draw in range(DRAWS)]
+    at_mean = _log_likelihood(posterior, law.mean, data)
+    drawn = [_log_likelihood(posterior, row, data) for row in rows]
+    prior, doubts = prior_in(posterior.facts), []
+    if prior is not None:
+        spread = sum(block.size for block in law.blocks)
+        base = at_mean + _log_prior(posterior, law.mean, prior)
+        rises = [base - value - _log_prior(posterior, row, prior) for value, row in zip(drawn, rows, strict=True)]
+        rise = 2 * sum(rises) / (DRAWS * max(spread, 1))
+        if not rise <= RISE:
+            sentence = (
+                f"Draws of the weights raise the negative log joint {rise:.3g} times as much as a Gaussian's own: this "
+                "one is far too wide for the model. Use predictive='linearised', or Sghmc."
+            )
+            doubts.append(Doubt("regime", sentence, rise, RISE))
+    return doubts + _predictions(posterior, data)
+
+
+def _predictions(posterior: Posterior, data: Batches) -> list[Doubt]:
+    """How the predictive of draws compares with the network at the mean, and with the linearised network."""
+    batch, doubts = data.first(EXAMPLES), []
+    predictive = posterior.predict(batch.inputs, predictive="sampled")
+    answered, targets = posterior.likelihood.pairs(predictive, batch.targets.to(posterior.device), batch.mask)
+    scored = float(answered.log_prob(targets).double().sum()) / len(batch.targets)
+    mean = _log_likelihood(posterior, posterior.law.mean, [batch]) / len(batch.targets)
+    if mean - scored > BELOW:
+        sentence = (
+            f"Draws of the weights score {mean - scored:.2f} nats per example below the network at their mean. Use "
+            "predictive='linearised', or a narrower posterior."
+        )
+        doubts.append(Doubt("draws below the mean", sentence, mean - scored, BELOW))
+    sampled = posterior.outputs(batch.inputs, predictive="sampled")
+    linear: Any = posterior.outputs(batch.inputs, predictive="linearised")
+    assert isinstance(sampled, Draws)
+    ratio = float((sampled.values.std(0) / linear.variance.sqrt().clamp_min(1e-30)).median())
+    if not 1 / APART <= ratio <= APART:
+        sentence = (
+            f"Outputs under draws of the weights spread {ratio:.2g} times as much as linearised ones: at least one of "
+            "the two ways of predicting is wrong here. Compare with Sghmc or Nuts."
+        )
+        doubts.append(Doubt("linearisation", sentence, ratio, APART))
+    return doubts
+
+
+def _log_likelihood(posterior: Posterior, theta: Tensor, data: Any) -> float:
+    """log p(D | θ), summed in float64."""
+    total, mean = 0.0, posterior.law.mean
+    batches = data.in_order(CHUNK, theta.device) if isinstance(data, Batches) else data
+    with posterior.at_mean.borrow() as shell, torch.no_grad():
+        shell.load(theta)
+        for batch in batches:
+            inputs = map_inputs(batch.inputs, lambda x: x.to(theta.device))
+            values = posterior.likelihood.log_prob(shell(inputs), batch.targets.to(theta.device), batch.mask)
+            total += float(values.double().sum())
+        shell.load(mean)
+    return total
+
+
+def _log_prior(posterior: Posterior, theta: Tensor, prior: Prior) -> float:
+    return float(prior.log_prob(posterior.space.views(theta)).double())
+
+
+def prior_in(facts: Mapping[str, Any]) -> Prior | None:
+    """The prior that a posterior was made with, as its facts have it; None where they do not say."""
+    method = facts.get("method", {})
+    chosen = facts.get("prior_precision", method.get("prior_precision"))
+    if isinstance(chosen, list) and len(chosen) == 1:
+        chosen = chosen[0]
+    if isinstance(chosen, int | float):
+        return prior_of(f"normal(0, {float(chosen) ** -0.5!r})")
+    if isinstance(method.get("prior_sd"), int | float):
+        return prior_of(f"normal(0, {float(method['prior_sd'])!r})")
+    return prior_of(method["prior"]) if method.get("prior") is not None else None

@@ -1,0 +1,127 @@
+"""What a Gaussian over weights, once fitted, is checked for: its mode, its regime, and whether it has arrived."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from bayesformer.core.doubts import Doubt
+from bayesformer.laws import GaussianLaw
+from bayesformer.train.coordinates import RISE, Coordinates
+from bayesformer.train.full_batch import FullBatch
+
+DECREMENT = 0.3  # δ above which the mode is not found: .04 at most seen for linear models, .5 to .9 for networks
+PAIRS = 4  # draws ±ε on all data
+FAR = 2.0  # rise of U under draws, over that of a Gaussian: as for ρ
+MOVES = 0.3  # standard deviations that the mean has to go
+GROWS = 0.25  # that the logarithm of the standard deviations has to go, on average over the weights
+ERRORS = 3  # standard errors that it is given
+
+
+class Arrival(NamedTuple):
+    """Where a Gaussian q stands on U / τ, from pairs of draws over all data."""
+
+    rise: float  # mean rise of U under draws of q over its mean, over P τ / 2: 1 for the best Gaussian of any form
+    mean_step: float  # root mean square of q's root times E_q[∇U] / τ: how far the mean has to go, in sds of q
+    growth: float  # mean over the weights of ½ ∂ELBO / ∂log σ, which is how far log σ has to go
+    growth_error: float  # its standard error
+
+
+def arrival(batch: FullBatch, law: GaussianLaw, temperature: float, seed: int) -> Arrival:
+    """Pairs of draws and the gradients there.
+
+    At the optimum of the evidence lower bound of q = N(μ, L Lᵀ) with diagonal or dense L, E_q[∇U] = 0 and
+    E_q[(θ - μ)ᵀ ∇U] = P τ (Opper & Archambeau 2009, section 3). The square of E_q[∇U] is estimated by products of
+    different pairs, so that the noise of the draws is not in it.
+    """
+    base, rises, works, steps = batch.potential(law.mean), [], [], []
+    for draw in range(PAIRS):
+        away = law.row(draw, seed) - law.mean
+        (above, uphill), (below, downhill) = (batch.slope(law.mean + side) for side in (away, -away))
+        rises.append((above + below) / 2 - base)
+        works.append(float(away.double() @ (uphill - downhill).double()) / 2)
+        mean = (uphill + downhill) / 2
+        white = [block.times_root(mean[place]) for place, block in zip(law.places, law.blocks, strict=True)]
+        steps.append(torch.cat(white).double())
+    rows, scale = torch.stack(steps), law.size * temperature
+    products = rows.sum(0).square().sum() - rows.square().sum()
+    growths = 0.5 * (1 - torch.tensor(works, dtype=torch.float64, device="cpu") / scale)
+    return Arrival(
+        rise=2 * sum(rises) / PAIRS / scale,
+        mean_step=math.sqrt(max(float(products) / (PAIRS * (PAIRS - 1) * law.size), 0.0)) / temperature,
+        growth=float(growths.mean()),
+        growth_error=float(growths.std()) / PAIRS**0.5,
+    )
+
+
+def mode_doubts(found: Coordinates) -> list[Doubt]:
+    """Whether the mode was found at all, where that is known."""
+    if not found.decrement > DECREMENT:
+        return []
+    sentence = (
+        f"The mode was not found: the weights are still about {found.decrement:.2g} posterior standard deviations from "
+        "it. Train for more epochs (training.epochs) before believing the mean or the spread."
+    )
+    return [Doubt("mode", sentence, found.decrement, DECREMENT)]
+
+
+def regime_doubts(found: Coordinates, family: str) -> list[Doubt]:
+    """A Gaussian around one mode where the posterior is a network's."""
+    if found.regime == "gaussian":
+        return []
+    if found.rise is None:
+        why, value = "This is a network, with too many weights or too much noise to test its posterior", None
+    else:
+        why, value = (
+            f"This is a network: draws of the Gaussian at its mode raise the loss {found.rise:.2g} times as",
+            1.0,
+        )
+        why, value = why + " much as they should", found.rise
+    sentence = (
+        f"{why}. A {family} Gaussian around one mode is not its posterior: usually too wide inside the data and too "
+        "narrow elsewhere. Compare with Sghmc(), or with Laplace(predictive='linearised')."
+    )
+    return [Doubt("regime", sentence, value, RISE)]
+
+
+def arrival_doubts(found: Arrival, largest: float, variational: bool = True) -> list[Doubt]:
+    """Whether draws of q are as good as its mean promises and, of a variational law, whether its bound still rises.
+
+    `largest` is the largest curvature in units of q's: a mean step over its root is at most the distance that is left,
+    in standard deviations of the posterior.
+    """
+    if not found.rise <= FAR:
+        sentence = (
+            f"Draws of this Gaussian score far below its mean: they raise the loss {found.rise:.2g} times as much as "
+            "those of a Gaussian posterior would. Its spread is too wide; lower its temperature, or use Sghmc()."
+        )
+        return [Doubt("draws", sentence, found.rise, FAR)]
+    far, grows = found.mean_step / max(largest, 1.0) ** 0.5, abs(found.growth) - ERRORS * found.growth_error
+    if not variational or (far <= MOVES and grows <= GROWS):
+        return []
+    sentence = (
+        f"The evidence lower bound still rises: the mean has at least {far:.2g} standard deviations to go, and their "
+        f"size a factor of about {math.exp(min(found.growth, 50.0)):.2g}. Give it more epochs."
+    )
+    value, threshold = (far, MOVES) if far > MOVES else (found.growth, GROWS)
+    return [Doubt("elbo", sentence, value, threshold)]
+
+
+def gaussian_doubts(
+    found: Coordinates,
+    batch: FullBatch,
+    law: GaussianLaw,
+    *,
+    temperature: float,
+    family: str,
+    seed: int,
+    variational: bool = True,
+) -> Sequence[Doubt]:
+    """All of them, for a law over the inferred weights."""
+    doubts = [*mode_doubts(found), *regime_doubts(found, family)]
+    if temperature > 0 and batch.is_objective and law.blocks:
+        doubts += arrival_doubts(arrival(batch, law, temperature, seed), found.largest, variational)
+    return doubts
