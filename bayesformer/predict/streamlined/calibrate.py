@@ -57,7 +57,7 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
     head = None if rule == "exact" else streamliner.head(inputs, backward)
     passes = streamliner.passes_of(head is not None, head)
     stiff = noisy or bool(streamliner.shell.facts.staged) or not backward
-    seen = Moments(passes, inputs, seed, 1.0 if stiff else STEP)
+    seen = DeviationMoments(passes, inputs, seed, 1.0 if stiff else STEP)
     found = replace(
         _patterns(seen, passes),
         rule=rule,
@@ -78,13 +78,13 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
     return found if believed else replace(found, rule="draws", wide=True)
 
 
-def _linear_variance(streamliner: Streamliner, inputs: Inputs, found: Calibration, seen: Moments) -> Tensor:
+def _linear_variance(streamliner: Streamliner, inputs: Inputs, found: Calibration, seen: DeviationMoments) -> Tensor:
     """(B, C): variances of the linearised network without what is apart: exact where a pass per output is cheap."""
     width = len(found.rest)
     return streamliner.linear_variance(inputs, found, width) if width <= EXACT else seen.squared_tangents
 
 
-class Moments:
+class DeviationMoments:
     """Second moments of draws and tangents over all calibration inputs, in the signal and per output."""
 
     def __init__(self, passes: DrawnPasses, inputs: Inputs, seed: int, step: float) -> None:
@@ -160,7 +160,7 @@ def _median_ratio(above: Tensor, below: Tensor) -> float:
     return float((above[known] / below[known]).median()) if bool(known.any()) else 1.0
 
 
-def _patterns(seen: Moments, passes: DrawnPasses) -> Calibration:
+def _patterns(seen: DeviationMoments, passes: DrawnPasses) -> Calibration:
     """Root and rest of M from the tangents; size and pattern from the draws."""
     assert seen.real is not None
     assert seen.near is not None
