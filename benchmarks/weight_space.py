@@ -87,6 +87,12 @@ def _sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -
     return sghmc.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
 
+def _diagonal_sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
+    """In units of one standard deviation per weight."""
+    scale = {THETA: torch.full_like(log_joint.shell.theta, 0.1)}  # type: ignore[attr-defined]
+    return sghmc.build(log_joint, 1e-1, 1 / num_data, 10.0, scale=scale)
+
+
 def _baoab(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     return baoab.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
@@ -102,6 +108,7 @@ def _ivon(log_joint: LogJoint, training: Training, steps: int, num_data: int) ->
 ALGORITHMS: dict[str, tuple[Callable[..., Transform], float]] = {
     "diagonal vi": (_vi, 1.2),
     "sghmc": (_sghmc, 1.05),
+    "sghmc, diagonal metric": (_diagonal_sghmc, 1.15),
     "baoab": (_baoab, 1.05),
     "sgld": (_sgld, 1.05),
     "ivon": (_ivon, 1.2),

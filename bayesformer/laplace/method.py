@@ -135,6 +135,23 @@ class Laplace:
         found = nearest_mode(self, prototype, modes.start(0), self.precision * self.temperature)
         return self.posterior_at(prototype, found, facts, move=True)
 
+    def fit_trained(self, problem: Problem) -> Posterior:
+        """The Gaussian around a model that is trained already, which stays where it is."""
+        self.check(problem.likelihood, problem.validation)
+        prototype = Prototype(problem)
+        self.check_model(prototype)
+        facts = {
+            "method": {"name": "laplace", **settings_of(self)},
+            "seed": problem.seed,
+            "num_data": problem.num_data,
+            "data": problem.data.fingerprint(),
+            "epochs": [0],
+            "best_epoch": [0],
+            "seconds": 0.0,
+            "init": "given",
+        }
+        return self.posterior_around_mode(prototype, prototype.start(0), facts)
+
     def resolved(self, validation: Batches | None) -> Laplace:
         """The same method with prior_precision="auto" decided: by validation data where there are any."""
         if self.prior_precision != "auto":
@@ -266,19 +283,6 @@ def laplace(
     with bars(progress) as reporter:
         held = None if validation is None else as_batches(validation, "validation")
         problem = Problem(model, known, as_batches(data, "data"), held, seed=seed, infer=infer, reporter=reporter)
-        method.check(known, held)
-        prototype = Prototype(problem)
-        method.check_model(prototype)
-        facts = {
-            "method": {"name": "laplace", **settings_of(method)},
-            "seed": seed,
-            "num_data": problem.num_data,
-            "data": problem.data.fingerprint(),
-            "epochs": [0],
-            "best_epoch": [0],
-            "seconds": 0.0,
-            "init": "given",
-        }
-        posterior = method.posterior_around_mode(prototype, prototype.start(0), facts)
+        posterior = method.fit_trained(problem)
     warn_of(posterior.doubts)
     return posterior

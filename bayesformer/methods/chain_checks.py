@@ -22,7 +22,7 @@ from bayesformer.inference.diagnostics import (
 from bayesformer.posterior import Posterior
 
 RHAT = 1.01  # Vehtari et al. (2021)
-RHAT_NOISE = 3.5 / 2  # the largest R-hat - 1 of some hundred quantities by chance, times the ESS of a half
+RHAT_NOISE = 3.0  # the largest R-hat - 1 of some hundred quantities by chance, times the ESS of half a chain
 ESS = 100.0  # independent draws in all
 MISSING_ENERGY = 0.3  # E-BFMI
 SATURATED = 0.01  # share of trajectories that were cut
@@ -99,7 +99,7 @@ def examine(record: ChainRecord, outputs: Tensor | None) -> tuple[dict[str, Any]
         if traces is None or traces.shape[1] < LEAST:
             continue
         found |= {f"{key}_{name}": value for key, value in _convergence(traces).items()}
-        doubts += _agreement(found, name, 2 * chains)
+        doubts += _agreement(found, name, max(RHAT, 1 + RHAT_NOISE / _size_of_a_half(traces)))
     return found, doubts
 
 
@@ -107,6 +107,22 @@ def _convergence(traces: Tensor) -> dict[str, float]:
     """The worst R-hat and effective sample sizes over the quantities that move."""
     rhat, bulk, tail = split_rhat(traces), effective_sample_size(traces), tail_effective_sample_size(traces)
     return {"rhat": _worst(rhat, True), "ess_bulk": _worst(bulk, False), "ess_tail": _worst(tail, False)}
+
+
+def _size_of_a_half(traces: Tensor) -> float:
+    """The effective sample size of half a chain by itself, whatever the others do: the median over quantities.
+
+    The smaller of those of the draws and of their distances to the median, which R-hat looks at as well.
+    """
+    half = traces.shape[1] // 2
+    if half < LEAST:
+        return 1.0
+    alone = torch.cat([traces[:, :half], traces[:, -half:]]).double()  # (2 C, S / 2, Q)
+    sizes = []
+    for values in (alone, (alone - alone.flatten(0, 1).median(0).values).abs()):
+        centred = values - values.mean(1, keepdim=True)
+        sizes.append(effective_sample_size(centred, rank_normalised=False).nanmedian().item() / len(alone))
+    return max(1.0, min(sizes))
 
 
 def _worst(values: Tensor, largest: bool) -> float:
@@ -156,28 +172,20 @@ def _energy(information: list[float]) -> list[Doubt]:
     ]
 
 
-def _agreement(found: dict[str, Any], name: str, halves: int) -> list[Doubt]:
+def _agreement(found: dict[str, Any], name: str, limit: float) -> list[Doubt]:
+    """Chains that differ by more than chance lets them, or that are worth too few draws."""
     what = "the log joint" if name == "log_joint" else "outputs on training inputs"
-    size = min(found[f"ess_bulk_{name}"], found[f"ess_tail_{name}"])
-    if size < ESS:
-        return [
-            Doubt(
-                "chain length",
-                f"the chains are worth {size:.0f} independent draws of {what}, below {ESS:.0f}: means and spreads are "
-                "known roughly. Take more transitions (draws, thin), or a longer warm_up.",
-                size,
-                ESS,
-            )
-        ]
-    limit, rhat = max(RHAT, 1 + RHAT_NOISE * halves / size), found[f"rhat_{name}"]
-    if not rhat > limit:
-        return []
-    return [
-        Doubt(
-            "chains disagree",
+    rhat, size = found[f"rhat_{name}"], min(found[f"ess_bulk_{name}"], found[f"ess_tail_{name}"])
+    if rhat > limit:
+        sentence = (
             f"chains disagree about {what} (R-hat {rhat:.3f}, above {limit:.3f}): they have not reached the same "
-            "posterior. Use a longer warm_up and more draws.",
-            rhat,
-            limit,
+            "posterior. Use a longer warm_up and more draws."
         )
-    ]
+        return [Doubt("chains disagree", sentence, rhat, limit)]
+    if size < ESS:
+        sentence = (
+            f"the chains are worth {size:.0f} independent draws of {what}, below {ESS:.0f}: means and spreads are "
+            "known roughly. Take more transitions (draws, thin), or a longer warm_up."
+        )
+        return [Doubt("chain length", sentence, size, ESS)]
+    return []

@@ -22,6 +22,7 @@ from bayesformer.bench.statistics import summarise
 
 TEMPERATURES = (1.0, 0.3, 0.1, 0.01, 0.001)
 CHAINS = 4
+CHAIN = {"chains": 1, "draws": 30, "lr": 1e-2, "friction": 10.0}  # one step size for all temperatures, as stored
 SIZES: dict[str, dict[str, Any]] = {  # by task pattern, the same for every method and temperature: minutes, not hours
     "toy/*": {"training": {"epochs": 30}, "task": {"test": 1000}},
     # From scratch, words take most of the epochs to learn: a chain that starts earlier starts from nothing.
@@ -47,7 +48,7 @@ def cells(tasks: Sequence[str], seeds: Sequence[int], temperatures: Sequence[flo
 
 def _methods(hot: list[float], warm_up: float) -> list[str | dict[str, Any]]:
     """All with the prior N(0, 1): one chosen anew at every temperature would make up for it."""
-    chain = {"name": "sghmc", "temperature": hot, "warm_up": warm_up}
+    chain = {"name": "sghmc", "temperature": hot, "warm_up": warm_up, **CHAIN}
     return [
         "mle",
         {"name": "vi", "temperature": hot, "warm_up": warm_up, "log_sd": -5.0},  # the start of the stored results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_adapters
-from bayesformer.train.problem import Problem
+from bayesformer.train.problem import Models, Problem
 
 TRIAL_EXAMPLES = 2  # examples that a model is tried on
 SOME_INPUTS = 32  # kept with a Gaussian posterior, for its calibration
@@ -175,7 +176,7 @@ class Prototype:
         with stream(problem.seed, "init", member):
             skeleton = self.skeleton
             if not given or self.preparation.changes:
-                model = self.model if given else problem.model()
+                model = self.model if given else built(problem.model, member)
                 prepared = self.preparation(shadow(model, self.chosen.names))
                 skeleton = Skeleton(prepared, self.space)
             shell = skeleton.shell(gradients=False)
@@ -223,6 +224,11 @@ class Prototype:
             self.likelihood.check(full, targets.to(outputs.device), None if mask is None else mask.to(outputs.device))
         except ValueError as error:
             raise ValueError(f"{label} data: {error}") from error
+
+
+def built(factory: Any, member: int) -> nn.Module:
+    """The model that a function builds for a member; one of `Models` has its own for each."""
+    return factory.of(member) if isinstance(factory, Models) else factory()
 
 
 def _refuse_merged(model: nn.Module, chosen: Space) -> None:
