@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.compat import empty_wrapper
-from bayesformer.predict.streamlined.options import Settings
+from bayesformer.predict.one_pass.options import Settings
 
 Rule: TypeAlias = Callable[..., Any]
 LazySpread: TypeAlias = Tensor | Callable[[], Tensor]
@@ -222,5 +222,5 @@ def _no_rule(func: Any) -> str:
     return (
         f"the model calls {name_of(func)} on an uncertain tensor, and no rule says how variance passes through it. "
         "Add one: decorate a function of the same arguments with @rule(<that function>) from "
-        "bayesformer.predict.streamlined, or treat the module that calls it as one with @module_rule(<its class>)."
+        "bayesformer.predict.one_pass, or treat the module that calls it as one with @module_rule(<its class>)."
     )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.carrier import Uncertain, rule, times_
-from bayesformer.predict.streamlined.linear import Affine
+from bayesformer.predict.one_pass.carrier import Uncertain, rule, times_
+from bayesformer.predict.one_pass.linear import Affine
 
 NAMES = ("exp", "log", "sqrt", "rsqrt", "sin", "cos", "erf", "abs", "log1p", "expm1", "square", "pow", "clamp")
 AUTOMATIC = [
@@ -114,5 +114,5 @@ def sigmoid(input: Uncertain) -> Uncertain:
 def dropout(input: Uncertain, p: float = 0.5, training: bool = True, inplace: bool = False) -> Uncertain:  # noqa: ARG001
     """The input itself: a pass is a prediction, and dropout must be off."""
     if training and p > 0:
-        raise ValueError(f"dropout must be off in a streamlined pass: call model.eval(); got training=True, p={p}.")
+        raise ValueError(f"dropout must be off in the one-pass rule: call model.eval(); got training=True, p={p}.")
     return input

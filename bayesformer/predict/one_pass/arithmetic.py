@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule, then
-from bayesformer.predict.streamlined.linear import Affine
+from bayesformer.predict.one_pass.carrier import Uncertain, first_uncertain, mean_of, rule, then
+from bayesformer.predict.one_pass.linear import Affine
 
 
 @rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule, then
-from bayesformer.predict.streamlined.linear import Affine, rows_of, transposed
+from bayesformer.predict.one_pass.carrier import Uncertain, first_uncertain, mean_of, rule, then
+from bayesformer.predict.one_pass.linear import Affine, rows_of, transposed
 
 Move = Callable[[Tensor], Tensor]
 

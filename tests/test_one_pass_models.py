@@ -1,4 +1,4 @@
-"""Whole models run unmodified through the streamlined pass, and are left exactly as they were."""
+"""Whole models run unmodified through the one-pass rule, and are left exactly as they were."""
 
 import math
 
@@ -13,24 +13,24 @@ from bayesformer.laws import gaussian
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from bayesformer.models import Encoder, SequenceClassifier, Tagger
-from bayesformer.predict import streamlined
-from bayesformer.predict.streamlined import (
+from bayesformer.predict import one_pass
+from bayesformer.predict.one_pass import (
     NoRuleError,
+    OnePass,
     Settings,
-    Streamlined,
     Uncertain,
     layer_shares,
 )
-from bayesformer.predict.streamlined.carrier import PassContext
-from bayesformer.predict.streamlined.modules import standing_in
+from bayesformer.predict.one_pass.carrier import PassContext
+from bayesformer.predict.one_pass.modules import standing_in
 
 
-def streamlined_outputs(model, space, law, inputs, settings=None, batch_size=256):
+def one_pass_outputs(model, space, law, inputs, settings=None, batch_size=256):
     """The outputs of inputs held as tensors, some at a time."""
     count = len(first_tensor(inputs))
     starts = range(0, count, batch_size)
     batches = (map_inputs(inputs, lambda x, a=a: x[a : a + batch_size]) for a in starts)
-    return streamlined.streamlined_outputs(model, space, law, batches, settings, count)
+    return one_pass.one_pass_outputs(model, space, law, batches, settings, count)
 
 
 IDS = torch.tensor([[3, 17, 5, 40, 8], [9, 2, 0, 0, 0]])
@@ -164,7 +164,7 @@ def test_every_model_runs_unmodified_and_is_restored(name):
     with torch.no_grad():
         expected = apply(model, inputs)
     for settings in ALL:
-        found = streamlined_outputs(model, space, weights, inputs, settings)
+        found = one_pass_outputs(model, space, weights, inputs, settings)
         scale = expected.abs().max()
         if settings.activations == "linear":
             assert (found.mean - expected).abs().max() < 1e-5 * scale
@@ -189,7 +189,7 @@ def test_a_model_is_restored_after_an_error(name):
     if name != "encoder":
         head, model.lm_head = model.lm_head, nn.Sequential(model.lm_head, Broken()).eval()
     theta = weights.mean
-    predictor = Streamlined(broken, Space.of(broken), gaussian(theta, torch.full_like(theta, 0.1)))
+    predictor = OnePass(broken, Space.of(broken), gaussian(theta, torch.full_like(theta, 0.1)))
     with pytest.raises(NoRuleError, match="logcumsumexp"):
         predictor(inputs)
     if name != "encoder":
@@ -202,12 +202,12 @@ def test_a_model_is_restored_after_an_error(name):
 def test_one_bayesian_parameter_at_a_time_adds_variance(name):
     """Nothing is dropped on the way: each parameter that the output depends on shows in it."""
     model, space, weights, inputs = prepared(name)
-    shares = layer_shares(Streamlined(model, space, weights, Settings(queries_keys="first_order")), inputs)
+    shares = layer_shares(OnePass(model, space, weights, Settings(queries_keys="first_order")), inputs)
     assert set(shares) == set(space.names)
     unused = {name for name, share in shares.items() if share <= 0}
     # Adding one vector to all keys leaves a softmax as it is; to first order with independent keys it does not.
     assert not unused, f"no variance from {unused}"
-    known = layer_shares(Streamlined(model, space, weights), inputs)
+    known = layer_shares(OnePass(model, space, weights), inputs)
     quiet = {name for name, share in known.items() if share == 0}
     assert all(any(word in name for word in ("query", "key", "q_proj", "k_proj")) for name in quiet)
 
@@ -217,7 +217,7 @@ def test_padding_adds_no_variance():
     model, space, weights, _ = prepared("bert")
     other = {**TEXT, "input_ids": IDS.masked_fill(MASK == 0, 33)}
     for settings in ALL:
-        a, b = (streamlined_outputs(model, space, weights, x, settings) for x in (TEXT, other))
+        a, b = (one_pass_outputs(model, space, weights, x, settings) for x in (TEXT, other))
         assert torch.allclose(a.variance, b.variance, rtol=1e-5)
 
 
@@ -229,14 +229,14 @@ def test_windows_and_padding_together(name):
     eager.load_state_dict(model.state_dict())
     real = MASK.bool()
     for settings in (Settings(), Settings(tokens="shared")):
-        fused, plain = (streamlined_outputs(m, space, law, inputs, settings) for m in (model, eager))
+        fused, plain = (one_pass_outputs(m, space, law, inputs, settings) for m in (model, eager))
         torch.testing.assert_close(fused.mean[real], plain.mean[real], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(fused.variance[real], plain.variance[real], rtol=1e-3, atol=0.0)
     # What lies outside the window of two tokens, in two layers, changes nothing.
     if name == "mistral":
         far = {**inputs, "input_ids": inputs["input_ids"].clone()}
         far["input_ids"][0, 0] = 44
-        moved, still = (streamlined_outputs(model, space, law, x) for x in (far, inputs))
+        moved, still = (one_pass_outputs(model, space, law, x) for x in (far, inputs))
         torch.testing.assert_close(moved.variance[0, 3:], still.variance[0, 3:], rtol=1e-5, atol=0.0)
         assert not torch.allclose(moved.variance[0, 0], still.variance[0, 0], rtol=1e-3, atol=0.0)
 
@@ -251,7 +251,7 @@ def test_capped_logits_are_refused_before_any_number():
     space = Space.of(model)
     theta = space.pack(dict(model.named_parameters()))
     with pytest.raises(ValueError, match="no rule for attention whose logits are capped.*attn_logit_softcapping=50.0"):
-        Streamlined(model, space, gaussian(theta, torch.full_like(theta, 0.1)))
+        OnePass(model, space, gaussian(theta, torch.full_like(theta, 0.1)))
 
 
 def test_causal_models_do_not_look_ahead():
@@ -261,7 +261,7 @@ def test_causal_models_do_not_look_ahead():
         changed = x.clone()
         changed[:, -1] = 7
         wrap = (lambda v: {"input_ids": v}) if isinstance(inputs, dict) else (lambda v: v)
-        a, b = (streamlined_outputs(model, space, weights, wrap(v)) for v in (x, changed))
+        a, b = (one_pass_outputs(model, space, weights, wrap(v)) for v in (x, changed))
         assert torch.equal(a.variance[:, :-1], b.variance[:, :-1])
         assert not torch.equal(a.variance[:, -1], b.variance[:, -1])
 
@@ -305,7 +305,7 @@ def test_rotary_positions_turn_variances():
 
 def test_gradient_reaches_the_variances_of_a_whole_transformer():
     model, space, weights, inputs = prepared("vision")
-    predictor = Streamlined(model, space, weights)
+    predictor = OnePass(model, space, weights)
     scale = torch.tensor(1.0, requires_grad=True)
     parameters = {
         name: value.like(value.m, value.v * scale) if isinstance(value, Uncertain) else value
@@ -315,7 +315,7 @@ def test_gradient_reaches_the_variances_of_a_whole_transformer():
     (slope,) = torch.autograd.grad(total, scale)
     step = 1e-3
     higher, lower = (
-        streamlined_outputs(model, space, gaussian(weights.mean, weights.sd * math.sqrt(1 + e)), inputs)
+        one_pass_outputs(model, space, gaussian(weights.mean, weights.sd * math.sqrt(1 + e)), inputs)
         for e in (step, -step)
     )
     difference = (higher.variance.double().sum() - lower.variance.double().sum()) / (2 * step)

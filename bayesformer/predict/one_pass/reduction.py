@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.attention_rules import mixed
-from bayesformer.predict.streamlined.carrier import Uncertain, rule
-from bayesformer.predict.streamlined.shape import moved
+from bayesformer.predict.one_pass.attention_rules import mixed
+from bayesformer.predict.one_pass.carrier import Uncertain, rule
+from bayesformer.predict.one_pass.shape import moved
 
 
 @rule(torch.sum, Tensor.sum)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule
-from bayesformer.predict.streamlined.linear import second_moment, structure_of
-from bayesformer.predict.streamlined.weight_covariance import with_one
+from bayesformer.predict.one_pass.carrier import Uncertain, first_uncertain, mean_of, rule
+from bayesformer.predict.one_pass.linear import second_moment, structure_of
+from bayesformer.predict.one_pass.weight_covariance import with_one
 
 CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 

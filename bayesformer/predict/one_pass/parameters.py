@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, KroneckerBasis, Law
 from bayesformer.model.space import Space
-from bayesformer.predict.streamlined.carrier import PassContext, Uncertain
-from bayesformer.predict.streamlined.weight_covariance import Complete, Factored, WeightCovariance
+from bayesformer.predict.one_pass.carrier import PassContext, Uncertain
+from bayesformer.predict.one_pass.weight_covariance import Complete, Factored, WeightCovariance
 
 SUPPORTED = "independent weights, Kronecker or dense blocks over one weight matrix, or over it and its bias"
 
@@ -52,7 +52,7 @@ def _spreads(
     """Variances (P,), structures of matrices, and covariances of vectors (biases, gains)."""
     if not isinstance(law, GaussianLaw):
         raise ValueError(
-            f"weights must be Gaussian for a streamlined pass; got {type(law).__name__}. "
+            f"weights must be Gaussian for the one-pass rule; got {type(law).__name__}. "
             "Draws (ensembles, chains) have no variance of their own: predict with them by sampling."
         )
     known: dict[str, KnownCovariance] = {}
@@ -158,8 +158,8 @@ def _sub(block: Dense, table: Tensor, order: Mapping[int, int]) -> Tensor:
 def _refuse(context: PassContext, what: str) -> None:
     if context.settings.correlations == "error":
         raise ValueError(
-            f"a streamlined pass cannot use {what}; it supports {SUPPORTED}. Use correlations='drop' to go on with the "
-            "variances (and correlations within a layer), or mode='correlated'."
+            f"the one-pass rule cannot use {what}; it supports {SUPPORTED}. Use correlations='drop' to go on with the "
+            "variances (and correlations within a layer), or predictive='streamlined' or 'linearised'."
         )
 
 

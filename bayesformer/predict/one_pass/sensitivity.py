@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Inputs
-from bayesformer.predict.streamlined.carrier import Uncertain
-from bayesformer.predict.streamlined.predictor import Streamlined, as_outputs
-from bayesformer.predict.streamlined.weight_covariance import ScaledCovariance
+from bayesformer.predict.one_pass.carrier import Uncertain
+from bayesformer.predict.one_pass.predictor import OnePass, as_outputs
+from bayesformer.predict.one_pass.weight_covariance import ScaledCovariance
 
 
-def input_sensitivity(predictor: Streamlined, inputs: Tensor, outputs: Tensor | int | None = None) -> Tensor:
+def input_sensitivity(predictor: OnePass, inputs: Tensor, outputs: Tensor | int | None = None) -> Tensor:
     """d Var[f_k] / d r at r = 0 for inputs x ~ N(x, diag(r)), in the shape of the inputs.
 
     How much noise in each input would add to the variance of an output: without noise in the weights, and with full
@@ -27,7 +27,7 @@ def input_sensitivity(predictor: Streamlined, inputs: Tensor, outputs: Tensor | 
     return found
 
 
-def layer_shares(predictor: Streamlined, inputs: Inputs) -> dict[str, float]:
+def layer_shares(predictor: OnePass, inputs: Inputs) -> dict[str, float]:
     """Share of the outputs' variance due to each uncertain parameter, by name, largest first.
 
     d Var / d log c where c scales the parameter's variance, over Var, both summed over outputs and examples. To first

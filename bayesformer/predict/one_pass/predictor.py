@@ -17,15 +17,14 @@ from bayesformer.model.calling import select_output, split_inputs
 from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Space
 from bayesformer.predict.joining import join_outputs
-from bayesformer.predict.linearised import Linearised
-from bayesformer.predict.streamlined.carrier import PassContext, Uncertain
-from bayesformer.predict.streamlined.modules import standing_in
-from bayesformer.predict.streamlined.options import Settings
-from bayesformer.predict.streamlined.parameters import uncertain_parameters
-from bayesformer.predict.streamlined.refusals import refuse_attention
+from bayesformer.predict.one_pass.carrier import PassContext, Uncertain
+from bayesformer.predict.one_pass.modules import standing_in
+from bayesformer.predict.one_pass.options import Settings
+from bayesformer.predict.one_pass.parameters import uncertain_parameters
+from bayesformer.predict.one_pass.refusals import refuse_attention
 
 
-class Streamlined:
+class OnePass:
     """A module with a Gaussian over its weights, prepared once: squares of weights are kept between batches.
 
     The module is run as it is, by one thread at a time. Its parameters are swapped for uncertain ones during a call and
@@ -38,10 +37,6 @@ class Streamlined:
             raise ValueError(f"law must have {space.size} numbers for this model; got {law.size}.")
         self.module, self.space = module, space
         self.context = PassContext(settings or Settings())
-        if self.context.settings.mode != "streamlined":
-            raise ValueError(
-                f"mode={self.context.settings.mode!r} has no uncertain tensors; call streamlined_outputs for it."
-            )
         refuse_attention(module)
         self.parameters = uncertain_parameters(space, law, self.context)
         self.state, self.buffers = _widened(module, space), {name: value[0] for name, value in law.buffers.items()}
@@ -54,7 +49,7 @@ class Streamlined:
 
     def carry(self, inputs: Inputs, parameters: Mapping[str, Tensor]) -> Any:
         """The model's output on one batch with these parameters: uncertain where anything is."""
-        check_eval(self.module, "a streamlined pass has no rule for random dropout")
+        check_eval(self.module, "the one-pass rule knows no random dropout")
         args, kwargs = split_inputs(map_inputs(inputs, self._wide))
         own = {name: value.clone() for name, value in self.buffers.items()}  # a pass may change them
         with standing_in(self.module), _explaining_precision_errors(bool(self.state)):
@@ -65,7 +60,7 @@ class Streamlined:
         return x.to(self.space.dtype) if half else x
 
 
-def streamlined_outputs(
+def one_pass_outputs(
     module: nn.Module,
     space: Space,
     law: Law,
@@ -79,11 +74,8 @@ def streamlined_outputs(
     Gaussian weights times Gaussian activations, first order at every other function. See `Settings` for what is kept.
     `module` holds the mean of the weights, in eval mode, and is used by this thread alone.
     """
-    settings = settings or Settings()
-    check_eval(module, "a streamlined pass has no rule for random dropout")
-    if settings.mode == "correlated":
-        return Linearised(module, space, law).over(batches, num_data)
-    predictor = Streamlined(module, space, law, settings)
+    check_eval(module, "the one-pass rule knows no random dropout")
+    predictor = OnePass(module, space, law, settings)
     with torch.no_grad():
         return join_outputs((predictor(inputs) for inputs in batches), num_data)
 
@@ -108,7 +100,7 @@ def _explaining_precision_errors(widened: bool) -> Iterator[None]:
         if not widened or "dtype" not in str(error):
             raise
         raise ValueError(
-            "a streamlined pass computes in float32, frozen weights of half precision included, and the model casts to "
+            "the one-pass rule computes in float32, frozen weights of half precision included, and the model casts to "
             f"half precision by itself ({error}). Use predictive='linearised' or 'sampled'."
         ) from error
 

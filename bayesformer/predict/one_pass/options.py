@@ -1,4 +1,4 @@
-"""What a streamlined pass keeps and what it drops."""
+"""What the one-pass rule keeps and what it drops."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from typing import Literal, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices of a streamlined pass. The defaults are the cheapest rules, those of Li et al. (2025).
+    """Choices of the one-pass rule. The defaults are the cheapest, those of Li et al. (2025).
 
-    Only `mode="correlated"` keeps every correlation (to first order) and so has the right size of variance on every
-    transformer measured. The one-pass rules gave a few hundredths of it on a vision transformer that averages tokens;
-    they rank inputs, and `fit_scale` can mend the size. `python -m bayesformer.study.accuracy` measures all of them.
+    On trained transformers its variances are far too small, whatever is chosen here: a few hundredths where tokens are
+    averaged (`python -m bayesformer.study.accuracy` measures it). They rank inputs, and `fit_scale` can mend the size.
+    predictive="streamlined" has the right size for a few passes more.
     """
 
-    mode: Literal["streamlined", "correlated"] = "streamlined"
-    """"streamlined": moments carried through one forward pass. "correlated": J Σ Jᵀ with the exact Jacobian of the
-    whole network, by one backward pass per output (`predict.linearised`); costs two to four forward passes per output
-    and position, and takes posteriors of every form. Other settings then have no effect"""
     propagate: Literal["diag", "full"] = "diag"
     """what an activation carries: the variance of every value, or the covariance over its last axis (heads apart).
     Convolutions, pooling and functions that move the last axis keep the diagonal in both"""

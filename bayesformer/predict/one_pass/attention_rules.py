@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bayesformer.model.multihead import multi_head_attention_forward
-from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule
-from bayesformer.predict.streamlined.linear import Affine, linear
-from bayesformer.predict.streamlined.weight_covariance import Independent, with_one
+from bayesformer.predict.one_pass.carrier import Uncertain, first_uncertain, mean_of, rule
+from bayesformer.predict.one_pass.linear import Affine, linear
+from bayesformer.predict.one_pass.weight_covariance import Independent, with_one
 
 rule(F.multi_head_attention_forward)(multi_head_attention_forward)
 
@@ -206,7 +206,7 @@ def scaled_dot_product_attention(
 ) -> Any:
     """The fused kernel, written out: weights are needed to mix the spread."""
     if dropout_p > 0:
-        raise ValueError(f"attention dropout must be off in a streamlined pass: call model.eval(); got {dropout_p}.")
+        raise ValueError(f"attention dropout must be off in the one-pass rule: call model.eval(); got {dropout_p}.")
     q, k, v = query, key, value
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.arithmetic import add, mul
-from bayesformer.predict.streamlined.carrier import Uncertain, first_uncertain, mean_of, rule, times_
+from bayesformer.predict.one_pass.arithmetic import add, mul
+from bayesformer.predict.one_pass.carrier import Uncertain, first_uncertain, mean_of, rule, times_
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -101,7 +101,7 @@ def batch_norm(
 ) -> Uncertain:
     """Running averages are constants, so this is an affine map per channel."""
     if training or running_mean is None or running_var is None:
-        raise ValueError("batch_norm must use running averages in a streamlined pass: call model.eval().")
+        raise ValueError("batch_norm must use running averages in the one-pass rule: call model.eval().")
     shape = (-1, *[1] * (input.dim() - 2))
     first_uncertain(input, weight, bias)
     scale = (running_var + eps).rsqrt().view(shape)

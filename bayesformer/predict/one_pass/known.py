@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesformer.predict.streamlined.carrier import mean_of, rule
+from bayesformer.predict.one_pass.carrier import mean_of, rule
 
 KNOWN = [
     *[Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor],

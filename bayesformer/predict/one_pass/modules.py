@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from bayesformer.predict.streamlined.carrier import Uncertain
-from bayesformer.predict.streamlined.elementwise import by_autograd
-from bayesformer.predict.streamlined.norm import rms_norm
+from bayesformer.predict.one_pass.carrier import Uncertain
+from bayesformer.predict.one_pass.elementwise import by_autograd
+from bayesformer.predict.one_pass.norm import rms_norm
 
 F = TypeVar("F", bound=Callable[..., Any])
 

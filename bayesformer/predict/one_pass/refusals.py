@@ -1,4 +1,4 @@
-"""Models whose attention a streamlined pass has no rule for are refused before any number is computed."""
+"""Models whose attention the one-pass rule has no rule for are refused before any number is computed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def refuse_attention(module: nn.Module) -> None:
         cap = getattr(part, CAP, None) or getattr(getattr(part, "config", None), CAP, None)
         if cap is not None:
             raise ValueError(
-                f"a streamlined pass has no rule for attention whose logits are capped; {path or 'the model'} has "
+                f"the one-pass rule has no rule for attention whose logits are capped; {path or 'the model'} has "
                 f"{CAP}={cap}. Use predictive='linearised' or 'sampled'."
             )

@@ -58,7 +58,7 @@ def test_the_command_writes_a_file_per_case_and_prints_the_table(monkeypatch, tm
     monkeypatch.setattr(accuracy, "PARTS", {"tiny": ("mlp",)})
     accuracy.main(["--draws", "4000", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert printed.count("\n") == 2 + 2 * (len(accuracy.VARIANTS) + 1)
+    assert printed.count("\n") == 2 + 2 * (len(accuracy.VARIANTS) + 2)
     content = json.loads((tmp_path / "tiny_mlp.json").read_text())
     assert content["uncertain"] == 8
     assert content["draws"] == 4000

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bayesformer.predict.streamlined.carrier import PassContext, Uncertain, first_uncertain, mean_of, rule
-from bayesformer.predict.streamlined.weight_covariance import Independent, WeightCovariance, with_one
+from bayesformer.predict.one_pass.carrier import PassContext, Uncertain, first_uncertain, mean_of, rule
+from bayesformer.predict.one_pass.weight_covariance import Independent, WeightCovariance, with_one
 
 
 @dataclass(frozen=True)
