@@ -21,7 +21,7 @@ SOME_KINDS = ("all_weights", "frozen_base", "batch_norm", "lora")
 SOME_METHODS = (("ensemble", "sghmc", "vi", "laplace"), ("mc_dropout", "mean_field", "swag", "ekf"))
 """every kind runs with one of these groups, in turn"""
 
-ADAPTED = ("lora", "lora_bfloat16")
+ADAPTED = ("lora", "lora_bfloat16", "dora")
 """kinds with LoRA adapters, which methods for adapters alone run on"""
 
 ALL = [(method, kind) for kind in KINDS for method in METHODS]
@@ -36,7 +36,9 @@ ADAPTERS = [(method, kind) for method in ADAPTER_METHODS for kind in ADAPTED]
 
 
 @pytest.mark.parametrize(("method", "kind"), [*(ALL if os.environ.get("WHOLE_CONTRACT") else CHOSEN), *ADAPTERS])
-@pytest.mark.filterwarnings("ignore::UserWarning:torch.nn", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch.nn", "ignore::FutureWarning", "ignore::bayesformer.FidelityWarning"
+)
 def test_every_promise(method, kind, tmp_path, caplog):
     caplog.set_level(logging.ERROR)
     check_cell(method, kind, tmp_path)

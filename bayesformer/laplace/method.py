@@ -26,7 +26,7 @@ from bayesformer.likelihoods.links import Link
 from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
-from bayesformer.predict.streamlined.refusals import refuse_attention
+from bayesformer.predict.one_pass.refusals import refuse_attention
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.members import facts_of
 from bayesformer.train.problem import Problem, settings_of
@@ -65,7 +65,8 @@ class Laplace:
     """below 1 the data count for more and the posterior is colder"""
     predictive: Way = "linearised"
     """linearised: Gaussian outputs of the network made linear in its weights; sampled: draws of the weights, which
-    often underfit; streamlined: moments carried through one forward pass"""
+    often underfit; streamlined: nearly the linearised outputs, with the spread of draws, for a few forward passes;
+    one_pass: moments carried through one forward pass, far too small on trained transformers"""
     link: Link | None = None
     """from Gaussian logits to probabilities: mc, probit, bridge or bridge_norm; none is mc"""
     draws: int = 100
@@ -177,7 +178,7 @@ class Laplace:
             last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
         else:
             prototype.space.select(self.subset)
-        if self.predictive == "streamlined":
+        if self.predictive == "one_pass":
             refuse_attention(prototype.prepared)
 
     def posterior_around_mode(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:

@@ -55,7 +55,7 @@ class Ekf:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     subset: str = "*"
     """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
     prior: PriorSetting = field(default="normal(0, 1)", metadata=LATER)

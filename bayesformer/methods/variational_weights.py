@@ -59,7 +59,7 @@ class Vi:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     warm_up: float | Auto = "auto"
     """share of the training that finds the mode, the rest is for the ascent; auto: all, and the ascent has epochs"""
     subset: str = "*"
@@ -191,7 +191,7 @@ class Ivon:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     warm_up: float | Auto = "auto"
     """share of the training that finds the mode, the rest is for Ivon; auto: all, and Ivon has epochs of its own"""
     subset: str = "*"

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from bayesformer.attention import family_weights
 from bayesformer.core.seeds import generator, stream
-from bayesformer.core.types import Batch, Params
+from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
@@ -28,6 +29,7 @@ from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_
 from bayesformer.train.problem import Models, Problem
 
 TRIAL_EXAMPLES = 2  # examples that a model is tried on
+SOME_INPUTS = 32  # kept with a Gaussian posterior, for its calibration
 log = logging.getLogger("bayesformer")
 
 
@@ -82,6 +84,16 @@ class Prototype:
     def trial_batch(self) -> Batch:
         """The first examples, on which the model is tried, on the device of the weights."""
         return batch_to(self.data.first(TRIAL_EXAMPLES), self.skeleton.device)
+
+    @cached_property
+    def some_inputs(self) -> Inputs:
+        """Inputs of a few examples from all over the data where they can be read by index, else of the first."""
+        whole = self.data.tensors
+        if whole is None:
+            return self.data.first(SOME_INPUTS).inputs
+        count = len(first_tensor(whole.inputs))
+        index = torch.linspace(0, count - 1, min(SOME_INPUTS, count), device="cpu").round().to(torch.int64)
+        return map_inputs(whole.inputs, lambda x: x[index.to(x.device)])
 
     @cached_property
     def probed(self) -> Probe:
