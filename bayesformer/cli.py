@@ -202,7 +202,7 @@ def generate(arguments: argparse.Namespace) -> int:
 def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
-    verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars}
+    verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
     return verbs[arguments.name](arguments)
 
 
@@ -354,6 +354,25 @@ def _study_weights(arguments: argparse.Namespace) -> int:
     for path in weight_figures.draw_all(study, arguments.results):
         print(f"figure: {path}")
     return 0
+
+
+def _study_priors(arguments: argparse.Namespace) -> int:
+    """Run the missing cells and draw the figure."""
+    from bayesformer.bench.records import read_results
+    from bayesformer.study import prior_scale, weight_study
+
+    tasks = [task.strip() for task in arguments.tasks.split(",")]
+    files = {task: arguments.weights / f"{task.replace('/', '-')}.json" for task in tasks}
+    derived = {task: weight_study.read(path).priors() for task, path in files.items() if path.exists()}
+    cells = prior_scale.cells(tasks, _seed_list(arguments.seeds), derived, _merge({}, arguments.set))
+    arguments.no_posteriors = True
+    code = _run_cells(cells, arguments.results, arguments.workers, arguments)
+    keys = {(cell.task, cell.key) for cell in cells}
+    results = [r for r in read_results(arguments.results).results if (r["task"], r["key"]) in keys]
+    if results:
+        print(prior_scale.table(results))
+        print(f"figure: {prior_scale.figure(results, arguments.results / 'priors.svg')}")
+    return code
 
 
 def _study_cold(arguments: argparse.Namespace) -> int:

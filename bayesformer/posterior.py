@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import AttentionMap, MapRecorder, families
-from bayesformer.core.doubts import Doubt, doubts_in
+from bayesformer.core.doubts import Doubt, doubts_in, warn_of
 from bayesformer.core.pool import Pool
 from bayesformer.core.seeds import generator, stream
 from bayesformer.core.strategy import Strategy
-from bayesformer.core.types import Draws, Inputs, Outputs, Params
+from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params
 from bayesformer.data import as_batches, as_inputs
-from bayesformer.data.inputs import inputs_to, leaves
+from bayesformer.data.inputs import inputs_to, leaves, map_inputs
 from bayesformer.data.unlabelled import InputBatches
 from bayesformer.generation import Generation, SampledAnswers
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
@@ -39,10 +39,15 @@ from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.self_check import self_check
+from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamliner
+from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
+from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
 from bayesformer.predict.tempering import best_temperature
+from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
 
 TRIAL_EXAMPLES = 2  # examples of a trial pass
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,10 @@ class Posterior:
     """what is known of its making: method and settings, data fingerprint, N, strategy, whether it converged"""
     frozen: Params = field(default_factory=dict, repr=False)
     """weights outside the space that no model holds: those that a building function drew at random"""
+    examples: Inputs | None = field(default=None, repr=False, compare=False)
+    """some training inputs, for the calibration of streamlined prediction; in memory only, never in a file"""
+    calibration: tuple[Law, Calibration] | None = field(default=None, repr=False, compare=False)
+    """of streamlined prediction, with the law that it was made for; see `calibrated`"""
     walked: tuple[Any, Skeleton] | None = field(default=None, repr=False, compare=False)
     """the skeleton, made with the posterior so that later changes of the model are no part of it, and its origin"""
 
@@ -143,20 +152,70 @@ class Posterior:
     def _linearised(self) -> Pool[Linearised]:
         return Pool(lambda: Linearised(self._mean_shell().module, self.space, self.law))
 
-    @contextmanager
-    def _passes_at_mean(self, data: InputBatches) -> Iterator[Pool[Linearised]]:
-        """A context for passes at the mean of the law, in evaluation mode; yields the pool of linearised networks.
+    @cached_property
+    def _streamliners(self) -> Pool[Streamliner]:
+        return Pool(lambda: Streamliner(self._mean_shell(), self.law))
 
-        A model that draws random numbers even then takes them from a stream of its own. Its linearised networks are
-        made anew for each call, since the trial on their first batch draws random numbers, too.
+    @contextmanager
+    def _passes_at_mean(self, inputs: Inputs) -> Iterator[bool]:
+        """A context for passes at the mean of the law, in evaluation mode; yields whether they draw random numbers.
+
+        A model that does so even then takes them from a stream of its own. What is made on its first batch must be
+        made anew for each call, since that draws random numbers, too.
         """
         if "evaluation randomness" not in self._known:
-            trial_inputs = inputs_to(data.first(TRIAL_EXAMPLES), self.device)
+            trial_inputs = inputs_to(map_inputs(inputs, lambda x: x[:TRIAL_EXAMPLES]), self.device)
             with self.at_mean.borrow() as shell, torch.no_grad():
                 self._known["evaluation randomness"] = find_randomness(shell.module, lambda: shell(trial_inputs))
         found = self._known["evaluation randomness"]
         with found.passing(generator(0, "mean", device=self.device)):
-            yield self._linearised if found.kind == "none" else Pool(self._linearised.make)
+            yield found.kind != "none"
+
+    # The calibration of streamlined prediction.
+
+    def calibrated(self, data: Any = None) -> Posterior:
+        """The same posterior with the calibration of streamlined prediction, made on up to 32 of these inputs.
+
+        By default on training inputs that were kept since the fit, as `predict` does by itself when it is first asked
+        for predictive="streamlined"; a posterior that has none is calibrated anew by each call, on the inputs it is
+        asked about. The calibration is saved with the posterior, and what it finds is part of `doubts`.
+        """
+        _check_gaussian(self, "streamlined")
+        if data is None and self.examples is None:
+            raise ValueError("data must be given to calibrate a posterior that keeps no training inputs; got None.")
+        inputs = self.examples if data is None else self._inputs(data).first(INPUTS)
+        return replace(self, calibration=(self.law, self._calibrate(inputs)))
+
+    def _calibrate(self, inputs: Any) -> Calibration:
+        self._check_base()
+        given = inputs_to(inputs, self.device)
+        with self._passes_at_mean(given) as noisy, self._lent(self._streamliners, noisy) as streamliner:
+            return calibrate(streamliner, given, noisy=noisy)
+
+    @property
+    def _calibrated(self) -> Calibration | None:
+        """The calibration that is there already, if any; that of another law does not count."""
+        if self.calibration is not None and self.calibration[0] is self.law:
+            return self.calibration[1]
+        found: Calibration | None = self._known.get("calibration")
+        return found
+
+    def _calibration(self, data: InputBatches) -> Calibration:
+        """The calibration: of this posterior, or made now; a function of the posterior and these inputs alone."""
+        found = self._calibrated
+        if found is None and self.examples is None:
+            return self._calibrate(data.first(INPUTS))
+        if found is None:
+            found = self._known["calibration"] = self._calibrate(self.examples)
+            warn_of(found.doubts, stacklevel=5)
+        return found
+
+    @staticmethod
+    @contextmanager
+    def _lent(pool: Pool[T], anew: bool) -> Iterator[T]:
+        """An object of the pool, or a new one of its kind."""
+        with (Pool(pool.make) if anew else pool).borrow() as one:
+            yield one
 
     @property
     def theta(self) -> Tensor:
@@ -176,7 +235,8 @@ class Posterior:
     @property
     def doubts(self) -> tuple[Doubt, ...]:
         """Why not to believe it as it stands: what the checks at the end of the fit found; empty if nothing."""
-        return doubts_in(self.facts)
+        found = self._calibrated
+        return (*doubts_in(self.facts), *(() if found is None else found.doubts))
 
     def check(self, data: Any) -> tuple[Doubt, ...]:
         """The thorough checks, which a fit has no time for: doubts found on the data that it was fitted to.
@@ -227,11 +287,12 @@ class Posterior:
         Args:
             inputs: what the model is called with, in any form that `fit` takes data in; labels are left out.
             draws: of the weights, for "sampled".
-            predictive: "sampled", "linearised" or "streamlined"; the posterior's own way by default.
+            predictive: "sampled", "linearised", "streamlined" or "one_pass"; the posterior's own way by default.
             seed: of the draws.
             batch_size: examples at a time.
             strategy: how draws run, for "sampled": "auto" (by the size of the problem), "looped" or "batched".
-            settings: for "streamlined", a `bayesformer.predict.streamlined.Settings`.
+            settings: for "streamlined" a `bayesformer.predict.streamlined.RuleSettings`, for "one_pass" a
+                `bayesformer.predict.one_pass.Settings`.
         """
         way, data = self._way(predictive), self._inputs(inputs)
         if way != "sampled":
@@ -243,8 +304,41 @@ class Posterior:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
         _check_gaussian(self, "linearised")
         data = self._inputs(inputs)
-        with self._passes_at_mean(data) as pool, pool.borrow() as linearised:
-            return linearised.joint(next(data.in_order(2**62, self.device)))
+        with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
+            return one.joint(next(data.in_order(2**62, self.device)))
+
+    def layer_shares(self, inputs: Any) -> dict[str, float]:
+        """Share of the outputs' variance due to each random parameter of a Gaussian posterior, largest first.
+
+        By the linearised network on these inputs, summed over outputs and examples; the shares add up to 1.
+        """
+        _check_gaussian(self, "linearised")
+        data = self._inputs(inputs)
+        with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
+            return layer_shares(one, next(data.in_order(2**62, self.device)))
+
+    def input_sensitivity(
+        self, inputs: Tensor, output: Tensor | int | None = None, draws: int | None = None, seed: int = 0
+    ) -> Tensor:
+        """How much noise of variance r in each input would add to the variance of an output, per r, for small r.
+
+        E[(df_k/dx)²] over draws of the weights (Li et al., 2025, section 5), in the shape of the inputs, one tensor of
+        real numbers. `output` picks k among an example's outputs, one number or one per example; summed over all by
+        default. `draws` is at most 10 unless given.
+        """
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            raise ValueError("inputs must be one tensor of real numbers to have a sensitivity.")
+        count = min(10, self.law.available or 10) if draws is None else draws
+        self._check_draws(count, self.law.available)
+        x = inputs.to(self.device)
+        with self.shells.borrow() as shell:
+            found = torch.zeros_like(x)
+            for draw in range(count):
+                shell.load(self.law.row(draw, seed))
+                shell.load_buffers(buffers_of(self.law, draw))
+                shell.module.eval()
+                found += squared_slopes(shell, x, output) / count
+        return found
 
     def predict(
         self,
@@ -496,15 +590,32 @@ class Posterior:
 
     def _gaussian_outputs(self, way: Way, data: InputBatches, batch_size: int, settings: Any) -> Outputs:
         _check_gaussian(self, way)
+        _check_settings(way, settings)
         self._check_base()
+        calibration = self._calibration(data) if way == "streamlined" else None
         batches = data.in_order(batch_size, self.device)
-        if way == "linearised":
-            with self._passes_at_mean(data) as pool, pool.borrow() as linearised:
-                return linearised.over(batches, data.num_data)
-        from bayesformer.predict.streamlined import streamlined_outputs
+        with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy:
+            if way == "linearised":
+                with self._lent(self._linearised, noisy) as linearised:
+                    return linearised.over(batches, data.num_data)
+            if calibration is not None:
+                with self._lent(self._streamliners, noisy) as streamliner:
+                    return streamliner.over(batches, calibration, settings, data.num_data)
+            from bayesformer.predict.one_pass import one_pass_outputs
 
-        with self._passes_at_mean(data), self.at_mean.borrow() as shell:
-            return streamlined_outputs(shell.module, self.space, self.law, batches, settings)
+            with self.at_mean.borrow() as shell:
+                found = one_pass_outputs(shell.module, self.space, self.law, batches, settings, data.num_data)
+            self._doubt_one_pass(data, found, noisy)
+            return found
+
+    def _doubt_one_pass(self, data: InputBatches, outputs: GaussianOutputs, noisy: bool) -> None:
+        """Say once if variances of one pass are far from those of draws, by the first inputs that were asked about."""
+        if "one_pass" in self._known or noisy:
+            return
+        with self._lent(self._streamliners, noisy) as streamliner:
+            ratio = variance_ratio(streamliner, inputs_to(data.first(EXAMPLES), self.device), outputs)
+        self._known["one_pass"] = doubt = one_pass_doubt(ratio)
+        warn_of([] if doubt is None else [doubt], stacklevel=5)
 
     @staticmethod
     def _check_draws(count: int, available: int | None) -> None:
@@ -522,7 +633,10 @@ class Posterior:
         self._check_base()
         if has_adapter(self.model) and not self.preparation.changes:
             write_adapter(self, self.law.mean, Path(folder))
-        return saving.save(self, Path(folder))
+        found = self._calibrated
+        if found is None and self.predictive == "streamlined" and self.examples is not None:
+            found = self._calibrate(self.examples)
+        return saving.save(self, Path(folder), found)
 
     def export_adapters(self, folder: str | Path, draws: int = 8, seed: int = 0) -> list[Path]:
         """Write draws of LoRA adapters as plain PEFT adapters, folder/draw-0 and so on, for any server that loads such.
@@ -566,6 +680,17 @@ class Posterior:
             f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
             f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{doubted})"
         )
+
+
+def _check_settings(way: str, settings: Any) -> None:
+    """Refuse settings that belong to another way of predicting."""
+    from bayesformer.predict.one_pass import Settings
+
+    kinds: dict[str, type[Any] | None] = {"streamlined": RuleSettings, "one_pass": Settings}
+    kind = kinds.get(way)
+    if settings is not None and (kind is None or not isinstance(settings, kind)):
+        wanted = "None" if kind is None else f"a {kind.__module__.rpartition('.')[0]}.{kind.__name__}"
+        raise ValueError(f"settings must be {wanted} for predictive={way!r}; got {type(settings).__name__}.")
 
 
 def _check_gaussian(posterior: Posterior, way: str) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import attention, copies, curvature, foundation, linearised, streamlined, vocabulary, weight_space
+from benchmarks import (
+    attention,
+    copies,
+    curvature,
+    foundation,
+    linearised,
+    nuts_overhead,
+    streamlined,
+    vocabulary,
+    weight_space,
+)
 from benchmarks.harness import WIDTH, Failure, Row, measure, report
 
 
@@ -22,7 +32,17 @@ def main() -> None:
     warnings.filterwarnings("ignore", "The Tensor default of the field", FutureWarning)  # a peer's dependency, 24 times
     ratios: list[Row] = []
     print(f"{'name':<{WIDTH}}   ratio  [p10, p90]         budget         memory, ours / plain")
-    for module in (foundation, weight_space, attention, curvature, linearised, streamlined, vocabulary, copies):
+    for module in (
+        foundation,
+        weight_space,
+        nuts_overhead,
+        attention,
+        curvature,
+        linearised,
+        streamlined,
+        vocabulary,
+        copies,
+    ):
         for comparison in module.comparisons():
             if arguments.words and not any(word in comparison.name for word in arguments.words):
                 continue

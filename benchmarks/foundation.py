@@ -22,6 +22,7 @@ from bayesformer.predict.saving import TENSORS
 from bayesformer.train.members import Stage, fit_stage
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.training import Training
+from benchmarks import image_epoch
 from benchmarks.harness import Comparison
 
 STEPS = {"toy": "toy/m1", "vit": "digits"}
@@ -34,6 +35,7 @@ def comparisons() -> Iterator[Comparison]:
         yield loop_overhead(label, task)
         yield members_in_one_process(label, task)
         yield predicting(label, task)
+    yield from image_epoch.comparisons()
     yield members_in_two_processes("toy", TASKS["toy/m1"]())
     yield loading("toy, 10 members", TASKS["toy/m1"](), 10)
     yield loading("toy, 400 members", TASKS["toy/m1"](), 400)

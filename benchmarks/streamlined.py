@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,8 +14,9 @@ from bayesformer.core.types import Inputs
 from bayesformer.laws import gaussian
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
+from bayesformer.models import Encoder, Tagger, VisionTransformer
 from bayesformer.posterior import Posterior
-from bayesformer.predict.streamlined import Streamlined, streamlined_outputs
+from bayesformer.predict.one_pass import OnePass, one_pass_outputs
 from benchmarks.harness import Comparison
 
 
@@ -22,6 +25,7 @@ def comparisons() -> Iterator[Comparison]:
     task = TASKS["digits"]()
     images = task.load().test.inputs
     assert isinstance(images, torch.Tensor)
+    yield from rules()
     yield against_forward("vit", _model(task.model), images[:64], 4.0, rounds=25)
     yield against_draws("vit", task.model, images[:64])
     yield against_forward(
@@ -29,9 +33,44 @@ def comparisons() -> Iterator[Comparison]:
     )
 
 
+def rules() -> Iterator[Comparison]:
+    """Streamlined prediction by each of its rules, calibrated before: at most 8 passes at one position, 6 at all.
+
+    Where a layer is wide, per-example products of slopes and inputs leave the cache, and 14 are allowed.
+    """
+    for label, tokens, dim, depth, classes, budget in (
+        ("3 outputs, 25 tokens", 25, 40, 2, 3, 8.0),
+        ("10 outputs, 25 tokens, 8 blocks", 25, 40, 8, 10, 8.0),
+        ("1000 outputs, 25 tokens", 25, 80, 2, 1000, 8.0),
+        ("10 outputs, 256 tokens", 256, 40, 2, 10, 8.0),
+        ("10 outputs, 64 tokens, width 192", 64, 192, 4, 10, 14.0),
+    ):
+        side = 2 * math.isqrt(tokens)
+        model = _model(partial(VisionTransformer, side, 2, 1, classes, dim=dim, depth=depth, heads=2, mlp_ratio=2))
+        yield by_rule(label, model, torch.randn(64, 1, side, side, generator=_source()), budget)
+    tokens = torch.randint(200, (64, 25), generator=_source())
+    yield by_rule("all of 25 tokens", _model(lambda: Tagger(Encoder(40, 2, 2), 200, 50)), tokens, 6.0)
+
+
+def by_rule(label: str, model: nn.Module, inputs: torch.Tensor, budget: float) -> Comparison:
+    """One prediction of 64 inputs by a posterior that is calibrated already."""
+    posterior = Posterior(model, TASKS["digits"]().likelihood, _posterior(model, 1e-3)).calibrated(inputs)
+    return Comparison(
+        f"streamlined, {label}",
+        lambda: posterior.outputs(inputs, predictive="streamlined"),
+        _plain(model, inputs),
+        budget,
+        rounds=25,
+    )
+
+
+def _source() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(0)
+
+
 def against_forward(label: str, model: nn.Module, inputs: Inputs, budget: float, rounds: int) -> Comparison:
     """The diagonal pass with everything prepared, as for many batches."""
-    predictor = Streamlined(model, Space.of(model), _posterior(model))
+    predictor = OnePass(model, Space.of(model), _posterior(model))
 
     def ours() -> None:
         with torch.no_grad():
@@ -47,7 +86,7 @@ def against_draws(label: str, build: Callable[[], nn.Module], inputs: Inputs) ->
     posterior = Posterior(model, TASKS["digits"]().likelihood, weights)
     return Comparison(
         f"streamlined diagonal over 50 draws, {label}",
-        lambda: streamlined_outputs(model, space, weights, [inputs]),
+        lambda: one_pass_outputs(model, space, weights, [inputs]),
         lambda: posterior.outputs(inputs, 50, strategy="looped"),
         0.1,
         rounds=7,
@@ -73,6 +112,6 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config())
 
 
-def _posterior(model: nn.Module) -> gaussian:
+def _posterior(model: nn.Module, sd: float = 0.02) -> gaussian:
     theta = Space.of(model).pack(dict(model.named_parameters()))
-    return gaussian(theta, torch.full_like(theta, 0.02))
+    return gaussian(theta, torch.full_like(theta, sd))

@@ -29,6 +29,7 @@ from benchmarks.peers import peers
 from benchmarks.workloads import Workload, minilm, of_task
 
 TRAINING = Training(lr=1e-3, warmup=50)
+TEN = Sghmc(chains=10, draws=1, lr=1e-2, friction=10.0, warm_up=0.5)
 
 
 def comparisons() -> Iterator[Comparison]:
@@ -56,13 +57,16 @@ def steps(work: Workload) -> Iterator[Comparison]:
 
 def chains_in_one_process(label: str, name: str) -> Comparison:
     """Ten SGHMC chains through the engine, in units of as many plain Adam steps as one chain takes."""
-    ten = partial(Sghmc(chains=10, draws=1).fit, _problem(TASKS[name](), 2, workers=1))
+    ten = partial(TEN.fit, _problem(TASKS[name](), 2, workers=1))
     return Comparison(f"10 chains, one process, {label}", ten, _steps_of_one(label, name, 2), 10.5)
 
 
 def chains_in_two_processes(label: str, name: str) -> Comparison:
     """The same in two workers, their start included, at the task's own length."""
-    ten = partial(Sghmc(chains=10, draws=1).fit, _problem(TASKS[name](), 100, workers=2, strategy="processes"))
+    ten = partial(
+        TEN.fit,
+        _problem(TASKS[name](), 100, workers=2, strategy="processes"),
+    )
     one = _steps_of_one(label, name, 100)
     return Comparison(f"10 chains, two processes, {label}", ten, one, 6.0, rounds=2, wall=True)
 
@@ -87,6 +91,12 @@ def _sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -
     return sghmc.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
 
+def _diagonal_sghmc(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
+    """In units of one standard deviation per weight."""
+    scale = {THETA: torch.full_like(log_joint.shell.theta, 0.1)}  # type: ignore[attr-defined]
+    return sghmc.build(log_joint, 1e-1, 1 / num_data, 10.0, scale=scale)
+
+
 def _baoab(log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG001
     return baoab.build(log_joint, 1e-2, 1 / num_data, 10.0)
 
@@ -102,6 +112,7 @@ def _ivon(log_joint: LogJoint, training: Training, steps: int, num_data: int) ->
 ALGORITHMS: dict[str, tuple[Callable[..., Transform], float]] = {
     "diagonal vi": (_vi, 1.2),
     "sghmc": (_sghmc, 1.05),
+    "sghmc, diagonal metric": (_diagonal_sghmc, 1.15),
     "baoab": (_baoab, 1.05),
     "sgld": (_sgld, 1.05),
     "ivon": (_ivon, 1.2),

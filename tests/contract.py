@@ -27,7 +27,7 @@ from bayesformer.likelihoods import as_likelihood
 from bayesformer.methods import Problem, build_method
 from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
-from bayesformer.predict.streamlined import Settings
+from bayesformer.predict.one_pass import Settings
 from bayesformer.predict.ways import WAYS
 from tests.contract_zoo import Example, build
 
@@ -71,10 +71,10 @@ REFUSED: dict[tuple[str, str], str] = {
 NO_RULE = "no rule says how variance passes through it"
 REFUSED_WAYS: dict[tuple[str, str], str] = {
     **{
-        ("streamlined", kind): NO_RULE
+        ("one_pass", kind): NO_RULE
         for kind in ("parametrised", "lstm", "geometric", "graph_attention", "swin", "t5", "dora")
     },
-    ("streamlined", "bfloat16_base"): "the model casts to half precision by itself",
+    ("one_pass", "bfloat16_base"): "the model casts to half precision by itself",
 }
 """Ways of predicting that a kind of model does not allow, with what the error says."""
 
@@ -135,7 +135,7 @@ def ways_of(posterior: Posterior, kind: str = "") -> list[str]:
 
 
 def ask(posterior: Posterior, inputs: Any, way: str, seed: int = 0) -> Answer:
-    settings = Settings(correlations="drop") if way == "streamlined" else None
+    settings = Settings(correlations="drop") if way == "one_pass" else None
     return Answer.of(posterior.predict(inputs, predictive=way, seed=seed, settings=settings))
 
 

@@ -36,7 +36,9 @@ ADAPTERS = [(method, kind) for method in ADAPTER_METHODS for kind in ADAPTED]
 
 
 @pytest.mark.parametrize(("method", "kind"), [*(ALL if os.environ.get("WHOLE_CONTRACT") else CHOSEN), *ADAPTERS])
-@pytest.mark.filterwarnings("ignore::UserWarning:torch.nn", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:torch.nn", "ignore::FutureWarning", "ignore::bayesformer.FidelityWarning"
+)
 def test_every_promise(method, kind, tmp_path, caplog):
     caplog.set_level(logging.ERROR)
     check_cell(method, kind, tmp_path)

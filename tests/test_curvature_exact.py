@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import bayesformer as bf
 from bayesformer.data import Data
 from bayesformer.jacobians import columns
 from bayesformer.laplace import estimate
@@ -378,3 +379,19 @@ def test_wrong_targets_are_named_before_any_work():
     model, likelihood, data = build("vit")
     with pytest.raises(ValueError, match="targets must lie in 0..2"):
         estimate(model, likelihood, (data.inputs, data.targets + 3))
+
+
+@pytest.mark.parametrize("structure", ["full", "kron", "diag"])
+def test_one_logit_per_example_needs_no_axis_of_its_own(structure):
+    """Outputs and targets (B,) have the curvature of (B, 1), and say the same of new inputs."""
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 3, generator=source), (torch.rand(30, generator=source) < 0.5).float()
+    wide = torch.nn.Linear(3, 1)
+    narrow = torch.nn.Sequential(wide, torch.nn.Flatten(0))
+    settings = {"structure": structure, "prior_precision": 1.0}
+    found = [
+        bf.laplace(model.eval(), data, likelihood="bernoulli", **settings)
+        for model, data in ((wide, (x, y[:, None])), (narrow, (x, y)))
+    ]
+    probs = [posterior.predict(x[:4], link="probit").probs.reshape(4, 2) for posterior in found]
+    assert torch.allclose(*probs, atol=1e-6)

@@ -8,7 +8,8 @@ import pytest
 from bayesformer.bench.markdown import choice_table, comparison
 from bayesformer.bench.records import read_results
 from bayesformer.bench.report import write_report
-from bayesformer.study import accuracy, citation_table, cold, prediction_cost
+from bayesformer.reference import checking
+from bayesformer.study import accuracy, citation_table, cold, fidelity_cost, prediction_cost
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -33,6 +34,8 @@ def tables():
     yield citation_table.table(stored("graphs"))
     yield cold_table()
     yield prediction_cost.table(stored("laplace"))
+    yield fidelity_cost.overview(stored("fidelity"))
+    yield checking.table()
     yield accuracy.table(accuracy.stored_rows(RESULTS / "accuracy", list(accuracy.CASES)))
 
 
@@ -58,4 +61,4 @@ def test_results_are_one_file_per_experiment():
 
 def test_the_page_of_all_stored_results_is_small(tmp_path):
     path = write_report(stored("."), tmp_path / "page.html")
-    assert path.stat().st_size < 4_000_000
+    assert path.stat().st_size < 5_000_000

@@ -1,6 +1,7 @@
 """Generation: token by token the model's own without spread, an explicit loop over predictions with it."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bayesformer.generation.token_page import fragment, page
 from bayesformer.generation.writing import nucleus
 from bayesformer.laws import GaussianLaw, Samples
 from bayesformer.laws.diagonal import Diagonal
+from tests.test_report import Browser
 
 VOCABULARY, PAD, END = 61, 0, 1
 
@@ -346,3 +348,24 @@ def test_a_model_of_ones_own_that_has_no_cache():
     mean = torch.stack([chain.module(d)(prompts(1))[:, -1].softmax(-1) for d in range(2)]).mean(0)
     assert found.tokens[0, 0] == mean.argmax()
     assert math.isclose(found.log_prob[0, 0].exp().item(), mean.max().item(), rel_tol=1e-5)
+
+
+def test_a_tap_on_a_token_shows_the_alternatives_of_two_draws(tmp_path):
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    binary = next((found for name in names if (found := shutil.which(name))), None)
+    if binary is None:
+        pytest.skip(f"needs a browser to tap on the page; none of {', '.join(names)} is installed")
+    found = posterior(lora(llama()), draws=2).generate("hello", draws=2, max_new_tokens=5, tokenizer=Letters())
+    path = tmp_path / "page.html"
+    path.write_text(page(found), encoding="utf-8")
+    with Browser(binary, tmp_path / "profile") as browser:
+        browser.show(path, 390, "light")
+        assert browser.js("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        browser.js("document.querySelectorAll('button.token')[1].click()")
+        for draw in range(2):
+            row = browser.js(f"document.querySelectorAll('#panel tr.draw')[{draw + 1}].innerText")
+            best = found.names[int(found.by_draw.ids[draw, 0, 1, 0])]
+            assert row.startswith(f"draw {draw + 1}")
+            assert f'"{best}"' in row
+        assert browser.js("document.querySelectorAll('button.token')[1].getAttribute('aria-expanded')") == "true"
+        browser.screenshot(tmp_path / "page.png")

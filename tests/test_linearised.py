@@ -290,7 +290,7 @@ def test_a_batch_whose_slopes_do_not_fit_is_cut(monkeypatch):
     seen = []
     monkeypatch.setattr(linearised, "SLOPES", 2000)
     inner = linearised.backpropagate
-    monkeypatch.setattr(linearised, "backpropagate", lambda *a: seen.append(len(a[1])) or inner(*a))
+    monkeypatch.setattr(linearised, "backpropagate", lambda *a, **k: seen.append(len(a[1])) or inner(*a, **k))
     cut = linearised_outputs(model, Space.of(model), weights, inputs)
     assert set(seen) == {1}
     torch.testing.assert_close(cut.covariance, whole.covariance)

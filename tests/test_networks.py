@@ -112,3 +112,37 @@ def test_the_weight_study_and_the_runner_share_networks(tmp_path):
     assert study.facts()["networks"] == 12
     with pytest.raises(ValueError, match="networks must be a whole number of at least 2; got 1"):
         train_networks("toy/m1", 1, tmp_path)
+
+
+def test_methods_start_from_the_networks_of_their_seed(tmp_path):
+    networks = tmp_path / "networks"
+    train_networks("toy/m1", 2, networks, SIZE, {"epochs": 2})
+    before = sorted(path.name for path in networks.iterdir())
+    methods = [
+        {"name": "sgld", "start": "mle", "lr": 1e-12, "temperature": 0.0, "warm_up": 0.0, "chains": 2, "draws": 1}
+        | {"training": {"epochs": 1}},
+        {"name": "laplace", "start": "mle", "prior_precision": 1e9, "predictive": "sampled", "draws": 2},
+        "ensemble",
+    ]
+    settings = {"training": {"epochs": 2}, "toy/m1": SIZE, "ensemble": {"members": 2}}
+    cells = plan(["toy/m1"], methods, [0], settings)
+    outcome = runner.run(cells, Options(tmp_path / "runs", networks=networks))
+    assert not outcome.failed
+    found = {result["method"]: result for result in read_results(tmp_path / "runs").results}
+    assert [path.name for path in sorted(networks.iterdir()) if path.is_file()] == [n for n in before if "." in n]
+    level = found["ensemble"]["metrics"]["log_likelihood"]
+    assert found["sgld"]["metrics"]["log_likelihood"] == pytest.approx(level, abs=1e-4)  # it has not moved
+    assert found["sgld"]["settings"]["start"]["epochs"] == 2
+    assert "start=mle, epochs=1" in found["sgld"]["variant"]
+    assert found["sgld"]["cost"]["start_seconds"] > 0
+    assert found["laplace"]["fit"]["epochs"] == [0]  # a Laplace approximation needs no further training
+    mle = Mle().fit(problem(networks, training=replace(ToySeries("m1").training, epochs=2)))
+    assert found["laplace"]["cost"]["start_seconds"] == pytest.approx(mle.facts["seconds"], abs=1e-3)
+    plain = plan(["toy/m1"], ["sgld"], [0], settings)[0]
+    assert plain.start is None
+    assert cells[0].key != plan(["toy/m1"], [{**methods[0], "start": None}], [0], settings)[0].key
+    with pytest.raises(ValueError, match="start of sgld must be 'mle', or left out; got 'map'"):
+        plan(["toy/m1"], [{"name": "sgld", "start": "map"}], [0], settings)
+    with pytest.raises(ValueError, match="unknown setting of training 'epoch'"):
+        plan(["toy/m1"], [{"name": "sgld", "start": "mle", "training": {"epoch": 1}}], [0], settings)
+    assert plan(["toy/m1"], [{"name": "laplace", "start": 2.0}], [0], settings)[0].method_settings["start"] == 2.0

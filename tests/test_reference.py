@@ -331,6 +331,17 @@ class TestEffort:
         trial = 2 * 2  # one step of two members on two examples, before it is decided
         assert self.fit(bf.Ensemble(members=6), strategy="batched") == 6 * 3 * 20 + trial
 
+    def test_products_with_curvature_count_as_two_gradients(self):
+        data = GapNetwork(examples=20, hidden=3).data().train
+        products = bf.curvature_products(
+            GapNetwork(hidden=3).model().eval(), data, likelihood=bf.likelihoods.Gaussian(scale=0.1)
+        )
+        with counting() as effort:
+            products.ggn(torch.ones(products.size))
+            products.hessian(torch.ones(products.size))
+            products.gradient()
+        assert effort.examples == 20 * (2 + 2 + 1)
+
     def test_counters_are_nested_and_end_with_their_block(self):
         with counting() as outer:
             assert self.fit("mle") == 60

@@ -572,3 +572,20 @@ def test_scheduled_gradient_noise_beyond_the_bath_adds_nothing():
     transform = sgld.build(quartic, lambda step: 0.1 * step / step, 0.1, beta=300)
     still = run(sgld.build(quartic, 0.1, 0.0), start(), 1)
     torch.testing.assert_close(run(transform, start(), 1).params, still.params)
+
+
+@pytest.mark.parametrize("scheme", ["semi-implicit", "explicit"])
+@pytest.mark.parametrize("inplace", [True, False], ids=["in place", "pure"])
+def test_sghmc_with_a_scale_is_the_chain_of_scaled_weights(scheme, inplace):
+    scale = {"a": torch.rand(2, 3, dtype=torch.float64) + 0.2, "b": torch.tensor([3.0], dtype=torch.float64)}
+    scaled = sghmc.build(quartic, 0.05, 0.1, scheme=scheme, scale=scale)
+    round_ = sghmc.build(
+        lambda phi, batch: quartic({k: p * scale[k] for k, p in phi.items()}, batch), 0.05, 0.1, scheme=scheme
+    )
+    with drawing_from(torch.Generator().manual_seed(0)):
+        ours = run(scaled, start(), 30, inplace)
+    with drawing_from(torch.Generator().manual_seed(0)):
+        theirs = run(round_, {k: p / scale[k] for k, p in start().items()}, 30, inplace)
+    torch.testing.assert_close(ours.params, {k: p * scale[k] for k, p in theirs.params.items()})
+    with pytest.raises(ValueError, match="scale must be positive; got -1.0"):
+        sghmc.build(quartic, 0.05, 0.1, scale={"a": torch.tensor([-1.0])})

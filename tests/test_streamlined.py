@@ -1,533 +1,363 @@
-"""The streamlined pass as a predictor: posteriors in every form, limits, scale, sensitivity, errors."""
+"""Streamlined prediction: laws of its rules, its calibration, and its size on a trained network."""
 
 import math
-from itertools import pairwise
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jacrev
 
-from bayesformer.bench.tasks import TASKS
-from bayesformer.core.types import GaussianOutputs
-from bayesformer.data.inputs import first_tensor, map_inputs
-from bayesformer.laws import Dense, Diagonal, GaussianLaw, Kronecker, LowRank, Samples, gaussian
-from bayesformer.likelihoods import Categorical, Gaussian
-from bayesformer.model.calling import apply
+import bayesformer as bf
+from bayesformer.laws import Diagonal, GaussianLaw, gaussian
+from bayesformer.likelihoods import Categorical
 from bayesformer.model.space import Space
+from bayesformer.models import Encoder, Tagger, VisionTransformer
 from bayesformer.posterior import Posterior
-from bayesformer.predict import streamlined
-from bayesformer.predict.streamlined import (
-    Settings,
-    Streamlined,
-    fit_scale,
-    input_sensitivity,
-    layer_shares,
-    scaled_outputs,
-)
+from bayesformer.predict.head import HeadCovariance, add_block, block_variance
+from bayesformer.predict.one_pass import Settings
+from bayesformer.predict.streamlined import Calibration, RuleSettings
+from bayesformer.predict.streamlined.leading_outputs import LeadingOutputs
+from bayesformer.predict.streamlined.output_calibration import FEW_OUTPUTS, WIDE_DRAWS
+from bayesformer.predict.streamlined.second_moment import SecondMoment, root_of
+from bayesformer.predict.streamlined.variance_check import variance_ratio
 from tests.laws import assert_mean
-from tests.nets import Normed, Tied
+
+F64 = torch.float64
+EXACT = RuleSettings("exact")
 
 
-def streamlined_outputs(model, space, law, inputs, settings=None, batch_size=256):
-    """The outputs of inputs held as tensors, some at a time."""
-    count = len(first_tensor(inputs))
-    starts = range(0, count, batch_size)
-    batches = (map_inputs(inputs, lambda x, a=a: x[a : a + batch_size]) for a in starts)
-    return streamlined.streamlined_outputs(model, space, law, batches, settings, count)
+def covariance(size, rank=None):
+    root = torch.randn(size, rank or size, dtype=F64)
+    return root @ root.mT
 
 
-FULL = Settings(propagate="full")
+def posterior_of(model, sd=0.01, **how):
+    model = model.eval()
+    theta = Space.of(model).pack(dict(model.named_parameters()))
+    return Posterior(model, Categorical(), gaussian(theta, torch.full_like(theta, sd)), **how)
 
 
-def prepared(model):
-    """A model in float64 with its space and flat weights."""
-    model = model.double().eval()
+def network(classes, dtype=F64):
+    return VisionTransformer(4, 2, 1, classes, dim=8, depth=1, heads=2, mlp_ratio=2).to(dtype)
+
+
+def images(count=8, dtype=F64):
+    return torch.randn(count, 1, 4, 4, dtype=dtype)
+
+
+# --- leading outputs --------------------------------------------------------------------------------------------------
+
+
+def regression(average, rows, mean):
+    rule = LeadingOutputs(root_of(average, None), torch.zeros(len(average), dtype=F64), rows)
+    return rule, rule.regressions(mean)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 7])
+def test_leading_outputs_on_the_average_input_are_exact(rows):
+    """Where M_x is c M, the regression leaves R and the size is τ = c: Cov f = c M, for every K."""
+    average, mean = covariance(7), torch.randn(5, 7, dtype=F64)
+    rule, chosen = regression(average, rows, mean)
+    sizes = torch.rand(5, dtype=F64) + 0.5
+    seen = chosen.rows @ (sizes[:, None, None] * average) @ chosen.rows.mT
+    found = rule.covariance(chosen, seen)
+    whole = found.factor @ found.factor.mT + torch.diag_embed(found.diagonal)
+    torch.testing.assert_close(whole, sizes[:, None, None] * average)
+
+
+def test_all_outputs_as_rows_are_exact_on_every_input():
+    average, other, mean = covariance(5), covariance(5), torch.randn(3, 5, dtype=F64)
+    rule, chosen = regression(average, 5, mean)
+    found = rule.covariance(chosen, chosen.rows @ other @ chosen.rows.mT)
+    torch.testing.assert_close(found.factor @ found.factor.mT, other.expand(3, 5, 5))
+
+
+def test_the_likeliest_output_has_its_exact_variance_on_every_input():
+    average, other, mean = covariance(6), covariance(6), torch.randn(4, 6, dtype=F64)
+    rule, chosen = regression(average, 3, mean)
+    found = rule.covariance(chosen, chosen.rows @ other @ chosen.rows.mT)
+    top = mean.argmax(-1)
+    torch.testing.assert_close(found.variance.gather(1, top[:, None])[:, 0], other.diagonal()[top])
+
+
+def test_directions_without_spread_do_no_harm():
+    """M of rank 2 with K = 3 rows: U M Uᵀ is singular, and outputs outside its span have no variance."""
+    average = torch.zeros(6, 6, dtype=F64)
+    average[:4, :4] = covariance(4, rank=2)
+    mean = torch.randn(3, 6, dtype=F64)
+    rule, chosen = regression(average, 3, mean)
+    found = rule.covariance(chosen, chosen.rows @ average @ chosen.rows.mT)
+    torch.testing.assert_close(found.variance, average.diagonal().expand(3, 6), atol=1e-6, rtol=1e-6)
+
+
+def test_a_diagonal_rest_is_part_of_the_average():
+    """M = L Lᵀ + diag(ρ) in full has the same answer as its own whole root."""
+    root, rest, mean = torch.randn(6, 2, dtype=F64), torch.rand(6, dtype=F64), torch.randn(4, 6, dtype=F64)
+    rule = LeadingOutputs(root, rest, 3)
+    chosen, average = rule.regressions(mean), root @ root.mT + rest.diag()
+    found = rule.covariance(chosen, chosen.rows @ average @ chosen.rows.mT)
+    torch.testing.assert_close(found.variance, average.diagonal().expand(4, 6))
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+def test_second_moments_about_zero_and_about_the_mean_of_draws():
+    draws = torch.randn(9, 4, 2, 3, dtype=F64) + torch.randn(4, 2, 3, dtype=F64)
+    seen, sums = SecondMoment(3), torch.zeros(4, 2, 3, dtype=F64)
+    for one in draws:
+        seen.add(one, sums)
+    seen.close(sums, len(draws))
+    flat = draws.reshape(9, 8, 3)
+    torch.testing.assert_close(seen.about_zero(9), torch.einsum("nbi,nbj->ij", flat, flat) / 72)
+    centred = flat - flat.mean(0)
+    torch.testing.assert_close(seen.central(9), torch.einsum("nbi,nbj->ij", centred, centred) / 64)
+
+
+def test_a_root_through_the_last_layer():
+    moment, weight = covariance(3), torch.randn(5, 3, dtype=F64)
+    root = root_of(moment, weight)
+    torch.testing.assert_close(root @ root.mT, weight @ moment @ weight.mT)
+    assert (root.square().sum(0).diff() < 0).all()
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker", "dense", "low_rank"])
+def test_variances_of_the_last_layer_are_those_of_its_covariance(kind):
+    from bayesformer.laws import Dense, Kronecker, LowRank
+
+    values = torch.rand(4, dtype=F64), torch.rand(3, dtype=F64)
+    vectors = [torch.linalg.qr(torch.randn(n, n, dtype=F64))[0] for n in (4, 3)]
+    prior = torch.tensor(0.3, dtype=F64)
+    block = {
+        "diagonal": Diagonal(torch.rand(12, dtype=F64)),
+        "kronecker": Kronecker(values[0][:2], values[1][:2], prior, vectors[0][:, :2], vectors[1][:, :2]),
+        "dense": Dense(torch.linalg.cholesky(covariance(12) + torch.eye(12))),
+        "low_rank": LowRank.of(torch.rand(12, dtype=F64) + 1, torch.randn(12, 2, dtype=F64), torch.ones(2, dtype=F64)),
+    }[kind]
+    features = torch.randn(5, 3, dtype=F64)
+    parts = HeadCovariance(torch.zeros(5, 4, dtype=F64), 4)
+    add_block(parts, block, [features])
+    expected = parts.outputs(torch.zeros(5, 4, dtype=F64)).variance
+    torch.testing.assert_close(block_variance(block, [features], 4), expected)
+
+
+# --- which rule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("classes", "rule"), [(FEW_OUTPUTS, "exact"), (6, "leading")])
+def test_small_spreads_have_the_variance_of_the_jacobian(classes, rule):
+    """κ → 1 where the network is linear over the posterior; all outputs as rows are exact."""
+    posterior, x = posterior_of(network(classes), sd=1e-5), images(12)
+    posterior = posterior.calibrated(x)
+    calibration = posterior.calibration[1]
+    assert calibration.rule == rule
+    assert calibration.kappa == pytest.approx(1, abs=1e-3)
+    exact = posterior.outputs(x, predictive="linearised")
+    found = posterior.outputs(x, predictive="streamlined", settings=RuleSettings(outputs=classes))
+    torch.testing.assert_close(found.covariance, exact.covariance, rtol=1e-2, atol=0.0)
+    torch.testing.assert_close(found.mean, exact.mean)
+    few = posterior.outputs(x, predictive="streamlined")
+    assert 0.8 < (few.variance / exact.variance).median() < 1.25
+
+
+def test_draws_and_the_pattern_at_every_token():
+    model = Tagger(Encoder(8, 1, 2), 20, 12).double()
+    posterior, tokens = posterior_of(model, sd=1e-4), torch.randint(20, (16, 6))
+    posterior = posterior.calibrated(tokens)
+    calibration = posterior.calibration[1]
+    assert (calibration.rule, calibration.positions, calibration.apart) == ("draws", 6, True)
+    exact = posterior.outputs(tokens, predictive="linearised").variance
+    many = posterior.outputs(tokens, predictive="streamlined", settings=RuleSettings(draws=64)).variance
+    few = posterior.outputs(tokens, predictive="streamlined").variance
+    assert 0.8 < (few / exact).median() < 1.25
+    spread = [(v / exact).log().std().item() for v in (many, few)]
+    assert spread[0] < spread[1]
+
+
+def test_a_last_layer_alone_is_closed_and_exact():
+    model = network(5).eval()
     space = Space.of(model)
-    return model, space, space.pack(dict(model.named_parameters()))
+    theta, sd = space.pack(dict(model.named_parameters())), torch.zeros(space.size, dtype=F64)
+    space.views(sd)["projection.weight"].fill_(0.5)
+    posterior, x = Posterior(model, Categorical(), gaussian(theta, sd)), images()
+    found = posterior.outputs(x, predictive="streamlined")
+    torch.testing.assert_close(found.variance, posterior.outputs(x, predictive="linearised").variance)
+    assert posterior.calibrated(x).calibration[1].rule == "closed"
 
 
-def mlp(*widths, activation=nn.Tanh):
-    layers = []
-    for a, b in pairwise(widths):
-        layers += [nn.Linear(a, b), activation()]
-    return prepared(nn.Sequential(*layers[:-1]))
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+def test_a_wide_posterior_is_drawn_from_and_says_so():
+    posterior, x = posterior_of(network(6), sd=0.7), images(16)
+    posterior = posterior.calibrated(x)
+    calibration = posterior.calibration[1]
+    assert (calibration.rule, calibration.wide) == ("draws", True)
+    (doubt,) = [d for d in posterior.doubts if d.check == "linearisation"]
+    assert f"takes {WIDE_DRAWS} draws instead" in doubt.sentence
+    assert doubt.value == calibration.kappa
 
 
-def positive(size):
-    root = torch.randn(size, size, dtype=torch.float64)
-    return root @ root.mT / size + 0.1 * torch.eye(size, dtype=torch.float64)
+# --- the calibration belongs to the posterior -------------------------------------------------------------------------
 
 
-def kronecker_block(out, into, prior=0.3):
-    """A block, and its covariance as a matrix."""
-    B, A = positive(out), positive(into)
-    (b, qb), (a, qa) = torch.linalg.eigh(B), torch.linalg.eigh(A)
-    d = torch.tensor(prior, dtype=torch.float64)
-    return Kronecker(b, a, d, qb, qa), torch.linalg.inv(torch.kron(B, A) + d * torch.eye(out * into).double())
-
-
-def jacobian(model, space, theta, x):
-    """(B, K, P): by brute force."""
-    return jacrev(lambda t: functional_call(model, space.views(t), (x,)))(theta)
-
-
-def glm(model, space, theta, x, sigma):
-    J = jacobian(model, space, theta, x)
-    return J @ sigma @ J.mT
-
-
-def layer_weights(space, theta, structure):
-    """A posterior over one linear layer (out, in) with bias, and its covariance as a matrix, in each form."""
-    (out, into), size = space.shapes[-2], space.size
-    start = size - out * into - out
-    where = torch.arange(start, size)
-    matrix, bias = where[: out * into].view(out, into), where[out * into :]
-    sigma = torch.zeros(size, size, dtype=torch.float64)
-    if structure == "diag":
-        block, index = Diagonal(torch.rand(len(where), dtype=torch.float64)), slice(start, size)
-        covariance = block.variance.diag()
-        index_tensor = where
-    elif structure == "dense":
-        tril = torch.linalg.cholesky(positive(len(where)))
-        block, index, index_tensor, covariance = Dense(tril), where, where, tril @ tril.mT
-    elif structure == "kronecker":
-        block, covariance = kronecker_block(out, into)
-        index, index_tensor = slice(start, start + out * into), matrix.flatten()
-    else:  # a Kronecker block over the weights with the bias as one more input
-        block, covariance = kronecker_block(out, into + 1)
-        index = index_tensor = torch.cat([matrix, bias[:, None]], 1).flatten()
-    sigma[index_tensor[:, None], index_tensor] = covariance
-    return GaussianLaw(theta, (index,), (block,)), sigma
-
-
-STRUCTURES = ["diag", "dense", "kronecker", "kronecker with bias"]
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_one_linear_layer_and_a_last_layer_equal_the_linear_model(structure):
-    """J Σ Jᵀ exactly, in both forms of propagation: nothing is approximated."""
-    for widths in ((3, 2), (3, 5, 4)):
-        model, space, theta = mlp(*widths)
-        weights, sigma = layer_weights(space, theta, structure)
-        x = torch.randn(6, 3, dtype=torch.float64)
-        expected = glm(model, space, theta, x, sigma)
-        full = streamlined_outputs(model, space, weights, x, FULL)
-        diag = streamlined_outputs(model, space, weights, x)
-        assert torch.allclose(full.covariance, expected, atol=1e-10)
-        assert torch.allclose(diag.variance, expected.diagonal(dim1=-2, dim2=-1), atol=1e-10)
-        assert torch.allclose(full.mean, apply(model, x))
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("propagate", ["diag", "full"])
-def test_noisy_input_through_a_noisy_layer_against_draws(structure, propagate):
-    """Two layers, no activation: the second meets an uncertain input, with every structure of its own weights."""
-    model, space, theta = prepared(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)))
-    second, _ = layer_weights(space, theta, structure)
-    first = Diagonal(torch.rand(16, dtype=torch.float64) * 0.3)
-    weights = GaussianLaw(theta, (slice(0, 16), *second.places), (first, *second.blocks))
-    x = torch.randn(2, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, space, weights, x, Settings(propagate=propagate))
-    params = space.views(_rows(weights, 60_000))
-    hidden = torch.einsum("bi,noi->nbo", x, params["0.weight"]) + params["0.bias"][:, None]
-    draws = torch.einsum("nbi,noi->nbo", hidden, params["1.weight"]) + params["1.bias"][:, None]
-    centred = draws - found.mean
-    assert_mean(draws, found.mean)
-    if propagate == "full":
-        assert_mean(centred.unsqueeze(-1) * centred.unsqueeze(-2), found.covariance)
-    else:  # independent inputs of the second layer: true here, as the first layer's weights are independent
-        assert_mean(centred**2, found.variance)
-
-
-def _rows(weights, draws):
-    rows = weights.mean.expand(draws, -1).clone()
-    for place, block in zip(weights.places, weights.blocks, strict=True):
-        rows[:, place] += block.colour(torch.randn(draws, block.size, dtype=torch.float64))
-    return rows
-
-
-def test_kronecker_equals_dense_with_the_same_covariance_also_by_rows_transposed_and_low_rank():
-    from bayesformer.predict.streamlined.weight_covariance import Complete, Factored
-
-    block, sigma = kronecker_block(4, 3)
-    low = Kronecker(block.out_values[:2], block.in_values, block.prior, block.out_vectors[:, :2], block.in_vectors)
-    precision = torch.kron((low.out_vectors * low.out_values) @ low.out_vectors.mT,
-                           (low.in_vectors * low.in_values) @ low.in_vectors.mT)  # fmt: skip
-    low_sigma = torch.linalg.inv(precision + low.prior * torch.eye(12).double())
-    m, S = torch.randn(5, 3, dtype=torch.float64), torch.stack([positive(3) for _ in range(5)])
-    for one, matrix in ((block, sigma), (low, low_sigma)):
-        pairs = [(Factored.of(one, "exact"), Complete(matrix.view(4, 3, 4, 3)))]
-        pairs.append((pairs[0][0].rows(slice(1, 3)), pairs[0][1].rows(slice(1, 3))))
-        for factored, complete in pairs:
-            for v in (None, S.diagonal(dim1=-2, dim2=-1), S):
-                assert torch.allclose(factored.covariance(m, v), complete.covariance(m, v), atol=1e-10)
-                assert torch.allclose(factored.variance(m, v), complete.variance(m, v), atol=1e-10)
-        turned = m.new_tensor([1.0, -2, 0.5, 3])[None]
-        factored, complete = pairs[0][0].transposed(), pairs[0][1].transposed()
-        assert torch.allclose(factored.covariance(turned, None), complete.covariance(turned, None), atol=1e-10)
-
-
-def test_factored_damping_splits_the_prior_between_the_factors():
-    """C_B = (B + √d I)⁻¹, C_A = (A + √d I)⁻¹, and S_h = C_B ⟨C_A, M⟩: less variance than the exact inverse."""
-    from bayesformer.predict.streamlined.weight_covariance import Factored
-
-    block, _ = kronecker_block(4, 3)
-    B, A = ((q * v) @ q.mT for q, v in ((block.out_vectors, block.out_values), (block.in_vectors, block.in_values)))
-    root = block.prior.sqrt()
-    C_B, C_A = (torch.linalg.inv(F + root * torch.eye(len(F)).double()) for F in (B, A))
-    m, S = torch.randn(3, dtype=torch.float64), positive(3)
-    expected = C_B * (C_A * (torch.outer(m, m) + S)).sum()
-    found = Factored.of(block, "factored")
-    assert torch.allclose(found.covariance(m, S), expected, atol=1e-10)
-    assert (found.variance(m, S) < Factored.of(block, "exact").variance(m, S)).all()
-
-
-@pytest.mark.parametrize("parameter_order", [True, False])
-def test_kronecker_blocks_of_a_weight_kept_transposed(parameter_order):
-    """Hugging Face's Conv1D keeps (in, out): a block in that order, and one in the order of a linear layer."""
-    from transformers.pytorch_utils import Conv1D
-
-    model, space, theta = prepared(Conv1D(4, 3))
-    block, covariance = kronecker_block(3, 4) if parameter_order else kronecker_block(4, 3)
-    where = torch.arange(12) if parameter_order else torch.arange(12).view(3, 4).mT.flatten()
-    sigma = torch.zeros(space.size, space.size, dtype=torch.float64)
-    sigma[where[:, None], where] = covariance
-    x = torch.randn(5, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, space, GaussianLaw(theta, (where,), (block,)), x, FULL)
-    assert torch.allclose(found.covariance, glm(model, space, theta, x, sigma), atol=1e-10)
-
-
-def test_correlated_weights_of_a_convolution():
-    model, space, theta = prepared(nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Flatten()))
-    block, covariance = kronecker_block(3, 8)
-    sigma = torch.zeros(space.size, space.size, dtype=torch.float64)
-    sigma[:24, :24] = covariance
-    x = torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    found = streamlined_outputs(model, space, GaussianLaw(theta, (slice(0, 24),), (block,)), x)
-    expected = glm(model, space, theta, x, sigma).diagonal(dim1=-2, dim2=-1)
-    assert torch.allclose(found.variance, expected, atol=1e-10)
-
-
-def test_no_variance_is_the_network_itself():
-    task = TASKS["digits"]()
-    model = task.model().eval()
-    space = Space.of(model)
-    theta = space.pack(dict(model.named_parameters()))
-    x = torch.randn(3, 1, 8, 8)
-    found = streamlined_outputs(model, space, gaussian(theta, torch.zeros_like(theta)), x)
-    assert torch.equal(found.variance, torch.zeros(3, 10))
-    with torch.no_grad():
-        assert torch.equal(found.mean, model(x))
-
-
-def test_small_noise_gives_the_jacobian_with_an_error_of_that_order():
-    """S / ε → J Σ Jᵀ for an MLP with full propagation and blocks that do not span layers."""
-    model, space, theta = mlp(3, 6, 5, 2)
-    sizes = [space.sizes[i] + space.sizes[i + 1] for i in range(0, 6, 2)]
-    trils = [torch.linalg.cholesky(positive(size)) for size in sizes]
-    starts = [sum(sizes[:i]) for i in range(3)]
-    x = torch.randn(4, 3, dtype=torch.float64)
-    expected = glm(model, space, theta, x, torch.block_diag(*[t @ t.mT for t in trils]))
-    errors = []
-    for eps in (1e-2, 1e-4, 1e-6):
-        places = tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))
-        weights = GaussianLaw(theta, places, tuple(Dense(t * math.sqrt(eps)) for t in trils))
-        found = streamlined_outputs(model, space, weights, x, FULL).covariance / eps
-        errors.append(((found - expected).norm() / expected.norm()).item())
-    assert errors[0] < 0.3
-    assert errors[2] < 1e-4
-    assert math.log10(errors[0] / errors[2]) == pytest.approx(4, abs=0.3)
-
-
-def test_diag_is_the_diagonal_of_full_for_one_noisy_layer_and_not_for_two():
-    model, space, theta = mlp(3, 6, 2)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    sd = torch.full_like(theta, 0.1)
-    one = sd.clone()
-    one[: -(6 * 2 + 2)] = 0
-    for spread, same in ((one, True), (sd, True), (sd, False)):
-        network = (model, space, theta) if same else mlp(3, 6, 5, 2)
-        weights = gaussian(network[2], spread if same else torch.full_like(network[2], 0.1))
-        full, diag = (streamlined_outputs(*network[:2], weights, x, s).variance for s in (FULL, Settings()))
-        assert torch.allclose(full, diag) == same
-
-
-def test_a_noisy_packed_projection_equals_three_of_its_own():
-    """nn.MultiheadAttention's packed weight: also by slices, for cross-attention, and with a Kronecker block."""
-
-    class Cross(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-        def forward(self, x, y):
-            return self.attention(x, y, y, need_weights=False)[0]
-
-    class Self(Cross):
-        def forward(self, x):
-            return self.attention(x, x, x, need_weights=False)[0]
-
-    x = torch.randn(2, 3, 4, dtype=torch.float64)
-    for kind, inputs in ((Self, x), (Cross, (x, x.clone()))):
-        torch.manual_seed(0)
-        model, space, theta = prepared(kind())
-        block, _ = kronecker_block(12, 4)
-        weights = GaussianLaw(theta, (slice(0, 48),), (block,))
-        found = streamlined_outputs(model, space, weights, inputs)
-        # The same with the rows of W_v alone uncertain, in full: queries and keys are known by rule.
-        complete = (block.colour(torch.eye(48).double()) @ block.colour(torch.eye(48).double()))[32:, 32:]
-        rows = torch.linalg.cholesky((complete + complete.mT) / 2)
-        W, b = model.attention.in_proj_weight, model.attention.in_proj_bias
-        q, k = (nn.functional.linear(x, W[i : i + 4], b[i : i + 4]).view(2, 3, 2, 2).transpose(1, 2) for i in (0, 4))
-        A = (q @ k.mT / math.sqrt(2)).softmax(-1)
-        noise = torch.einsum("bti,kir->btkr", x, rows.view(4, 4, 16)).square().sum(-1)
-        mixed = (A**2 @ noise.view(2, 3, 2, 2).transpose(1, 2)).transpose(1, 2).flatten(-2)
-        expected = mixed @ model.attention.out_proj.weight.square().mT
-        assert torch.allclose(found.variance, expected, atol=1e-10)
-
-
-def test_tied_weights_and_running_averages():
-    model, space, theta = prepared(Tied())
-    x = torch.tensor([0, 3, 3, 1])
-    found = streamlined_outputs(model, space, gaussian(theta, torch.full_like(theta, 0.1)), x)
-    table = theta.view(5, 4)
-    hidden = table[x].tanh()
-    s = (1 - hidden**2) ** 2 * 0.01
-    expected = 4 * (0.01 * (hidden**2).sum(1, keepdim=True) + s @ (table**2 + 0.01).mT)
-    assert torch.allclose(found.variance, expected)
-    model, space, theta = prepared(Normed())
-    buffers = {"norm.running_mean": torch.randn(1, 6).double(), "norm.running_var": torch.rand(1, 6).double()}
-    weights = gaussian(theta, torch.full_like(theta, 0.1), buffers=buffers)
-    z = torch.randn(4, 3, dtype=torch.float64)
-    found = streamlined_outputs(model, space, weights, z)
-    for name, value in buffers.items():
-        model.state_dict()[name].copy_(value[0])
-    assert torch.allclose(found.mean, model(z))
-
-
-def test_permuting_tokens_permutes_outputs():
-    model, space, theta = prepared(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True))
-    weights = gaussian(theta, torch.full_like(theta, 0.1))
-    x, order = torch.randn(2, 5, 4, dtype=torch.float64), torch.tensor([3, 1, 4, 0, 2])
-    for settings in (Settings(), FULL, Settings(tokens="shared")):
-        found = streamlined_outputs(model, space, weights, x, settings)
-        moved = streamlined_outputs(model, space, weights, x[:, order], settings)
-        assert torch.allclose(moved.mean, found.mean[:, order])
-        assert torch.allclose(moved.variance, found.variance[:, order])
-
-
-def test_batches_do_not_matter_and_gradients_are_off():
-    model, space, theta = mlp(3, 6, 2)
-    weights, x = gaussian(theta, torch.full_like(theta, 0.1)), torch.randn(7, 3, dtype=torch.float64)
-    for settings in (Settings(), FULL):
-        whole = streamlined_outputs(model, space, weights, x, settings)
-        parts = streamlined_outputs(model, space, weights, x, settings, batch_size=3)
-        assert torch.allclose(whole.covariance, parts.covariance)
-        assert not whole.mean.requires_grad
-
-
-def test_correlated_mode_is_the_jacobian_of_the_whole_network():
-    """Also where the model holds other weights than the posterior's mean, and leaves it as it was."""
-    model, space, theta = prepared(TASKS["toy/m1"]().model())
-    small = theta + 0.01 * torch.randn_like(theta)
-    sd = torch.rand_like(theta) * 0.1
-    x = torch.randn(2, 3, 1, dtype=torch.float64)
-    posterior = Posterior(model, Categorical(), gaussian(small, sd), predictive="streamlined")
-    found = posterior.outputs(x, settings=Settings(mode="correlated"))
-    J = jacobian(model, space, small, x)  # (2, 3, 2, P)
-    assert torch.allclose(found.covariance, (J * sd**2) @ J.mT, rtol=1e-6)
-    assert torch.equal(space.pack(dict(model.named_parameters())), theta)
-
-
-@pytest.mark.parametrize("pattern", ["mlp", "attention"])
-def test_correlated_mode_has_the_variance_of_draws_on_the_vision_transformer(pattern):
-    """The median ratio to sampling lies within .9 and 1.1, where diagonal propagation is far below."""
-    task = TASKS["digits"]()
-    model = task.model().eval()
-    space = Space.of(model)
-    theta = space.pack(dict(model.named_parameters()))
-    named = zip(space.names, space.sizes, strict=True)
-    sd = torch.cat([torch.full((size,), 0.02 if f".{pattern}." in name else 0.0) for name, size in named])
-    weights, x = gaussian(theta, sd), task.load().test.inputs[:4]
-    with torch.no_grad():
-        draws = [functional_call(model, space.views(theta + sd * torch.randn_like(theta)), (x,)) for _ in range(800)]
-    truth = torch.stack(draws).var(0)
-    correlated = streamlined_outputs(model, space, weights, x, Settings(mode="correlated"))
-    # 40 ratios with a spread of √(2 / 800) = .05 each: their median is known to about .01.
-    assert 0.9 < (correlated.variance / truth).median() < 1.1
-    assert (streamlined_outputs(model, space, weights, x).variance / truth).median() < 0.5
-
-
-def test_scale_is_fitted_and_never_worse():
+def fitted(**how):
     torch.manual_seed(0)
-    mean = torch.randn(300, 4)
-    truth = mean + 0.3 * torch.randn(300, 4)
-    outputs = GaussianOutputs(mean, torch.full_like(mean, 9.0))
-    fit = fit_scale(outputs, truth, Gaussian(scale=0.1))
-    # The variance that maximises the likelihood is the mean square error, less the noise.
-    best = 9.0 / ((truth - mean).square().mean().item() - 0.01)
-    assert fit.c == pytest.approx(best, rel=1e-2)
-    assert fit.after < fit.before
-    assert torch.allclose(fit.apply(outputs).variance, outputs.variance / fit.c)
-    labels = torch.randint(0, 4, (300,))
-    fit = fit_scale(outputs, labels, Categorical())
-    assert fit.after <= fit.before
-    factor = GaussianOutputs(mean, torch.ones_like(mean), torch.randn(300, 4, 2))
-    assert torch.allclose(scaled_outputs(factor, 4.0).covariance, factor.covariance / 4)
+    data = bf.Data(torch.randn(60, 1, 4, 4), torch.randint(5, (60,)))
+    settings = {"structure": "diag", "prior_precision": 1e4, "link": "probit", "progress": False}
+    return bf.laplace(network(5, torch.float32).eval(), data, likelihood="categorical", **settings, **how), data
 
 
-def test_a_large_scale_leaves_the_softmax_of_the_mean():
-    mean = torch.randn(5, 4)
-    outputs = scaled_outputs(GaussianOutputs(mean, torch.full_like(mean, 2.0)), 1e8)
-    assert torch.allclose(Categorical().predictive(outputs).probs, mean.softmax(-1), atol=1e-3)
+def test_predictions_do_not_depend_on_what_was_asked_before_and_survive_a_file(tmp_path):
+    (first, data), (second, _) = fitted(), fitted()
+    x, other = data.inputs[:7], torch.randn(9, 1, 4, 4)
+    first.predict(other, predictive="streamlined")
+    probs = first.predict(x, predictive="streamlined").probs
+    assert torch.equal(second.predict(x, predictive="streamlined").probs, probs)
+    loaded = bf.Posterior.load(first.save(tmp_path / "p"), network(5, torch.float32))
+    assert torch.equal(loaded.predict(x, predictive="streamlined").probs, probs)
+    assert loaded.calibration[1].facts() == first.calibrated().calibration[1].facts()
 
 
-def test_scale_counts_only_what_counts():
-    mean, targets = torch.zeros(4, 3, 1), torch.ones(4, 3, 1)
-    mask = torch.tensor([True, True, False]).expand(4, 3)
-    outputs = GaussianOutputs(mean, torch.ones_like(mean))
-    hidden = targets.clone()
-    hidden[:, 2] = 1e6
-    assert fit_scale(outputs, hidden, Gaussian(scale=0.1), mask) == fit_scale(
-        outputs, targets, Gaussian(scale=0.1), mask
-    )
+def test_a_posterior_whose_own_way_it_is_saves_its_calibration_unasked(tmp_path):
+    posterior, data = fitted(predictive="streamlined")
+    loaded = bf.Posterior.load(posterior.save(tmp_path / "p"), network(5, torch.float32))
+    assert torch.equal(loaded.predict(data.inputs).probs, posterior.predict(data.inputs).probs)
 
 
-def test_input_sensitivity_is_the_squared_gradient_without_weight_noise():
-    model, space, theta = mlp(3, 6, 5, 2)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    predictor = Streamlined(model, space, gaussian(theta, torch.zeros_like(theta)), FULL)
-    gradient = torch.autograd.functional.jacobian(model, x).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (4, 2, 3)
-    assert torch.allclose(input_sensitivity(predictor, x, 1), gradient[:, 1] ** 2)
-    assert torch.allclose(input_sensitivity(predictor, x), (gradient**2).sum(1))
-    picked = input_sensitivity(predictor, x, torch.tensor([0, 1, 1, 0]))
-    assert torch.allclose(picked[0], gradient[0, 0] ** 2)
+def test_the_calibration_of_another_law_is_not_used():
+    posterior = fitted()[0].calibrated()
+    law = posterior.law
+    wider = replace(posterior, law=GaussianLaw(law.mean, (slice(0, law.size),), (Diagonal(4 * law.variance()),)))
+    assert wider._calibrated is None
+    assert posterior._calibrated is posterior.calibration[1]
 
 
-def test_input_sensitivity_against_differences():
-    from bayesformer.predict.streamlined import Uncertain
+def test_errors_name_the_argument():
+    posterior, x = posterior_of(network(5)), images()
+    with pytest.raises(ValueError, match="data must be given to calibrate a posterior that keeps no training inputs"):
+        posterior.calibrated()
+    with pytest.raises(ValueError, match=r"settings must be a .*streamlined.RuleSettings .*got Settings"):
+        posterior.outputs(x, predictive="streamlined", settings=Settings())
+    with pytest.raises(ValueError, match="settings must be None for predictive='linearised'; got RuleSettings"):
+        posterior.outputs(x, predictive="linearised", settings=EXACT)
+    with pytest.raises(ValueError, match="rule must be one of 'auto', 'exact', 'leading', 'draws'; got 'mean'"):
+        RuleSettings("mean")
+    with pytest.raises(ValueError, match="draws must be a whole number, at least 1; got 0"):
+        RuleSettings(draws=0)
+    with pytest.raises(ValueError, match="a calibration must have rule, kappa"):
+        Calibration.load({"rule": "exact"}, {})
 
-    model, space, theta = mlp(3, 6, 2, activation=nn.GELU)
-    predictor = Streamlined(model, space, gaussian(theta, torch.full_like(theta, 0.2)))
-    x, step = torch.randn(1, 3, dtype=torch.float64), 1e-6
-    found = input_sensitivity(predictor, x)
-    base = predictor(x).variance.sum()
-    for i in range(3):
-        r = torch.zeros(1, 3, dtype=torch.float64)
-        r[0, i] = step
-        higher = predictor(Uncertain(x, r, predictor.context)).variance.sum()
-        assert found[0, i].item() == pytest.approx(((higher - base) / step).item(), rel=1e-4)
+
+# --- doubts -----------------------------------------------------------------------------------------------------------
 
 
-def test_layer_shares_are_what_each_layer_adds():
-    model, space, theta = mlp(3, 6, 2)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    sd = torch.full_like(theta, 1e-3)
-    shares = layer_shares(Streamlined(model, space, gaussian(theta, sd)), x)
-    assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
-    total = streamlined_outputs(model, space, gaussian(theta, sd), x).variance.sum()
-    for name, part in space.views(torch.arange(len(theta))).items():
+def test_the_self_check_knows_a_right_rule_from_a_wrong_one():
+    posterior, x = posterior_of(network(5), sd=1e-3), images(16)
+    exact = posterior.outputs(x, predictive="linearised")
+    with posterior._streamliners.borrow() as streamliner:
+        right = variance_ratio(streamliner, x, exact)
+        wrong = variance_ratio(streamliner, x, exact._replace(factor=exact.factor * 0.5))
+    # 16 inputs with 4 draws each of at least one dimension: relative error at most √(2 / 64) = .18
+    assert abs(math.log(right)) < 5 * 0.18
+    assert wrong == pytest.approx(right / 4)
+
+
+def test_one_pass_variances_of_a_trained_transformer_are_doubted_once():
+    data = learnable()
+    posterior = trained(data)
+    x = data.inputs[:16]
+    with pytest.warns(bf.FidelityWarning, match=r"one-pass variances are 0\.\S+ times those of draws"):
+        posterior.outputs(x, predictive="one_pass")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior.outputs(x, predictive="one_pass")
+
+
+def learnable():
+    """Which of six patterns an image shows, under noise."""
+    source = torch.Generator().manual_seed(2)
+    kinds, labels = torch.randn(6, 1, 4, 4, generator=source), torch.randint(6, (300,), generator=source)
+    return bf.Data(kinds[labels] + 0.3 * torch.randn(300, 1, 4, 4, generator=source), labels)
+
+
+def trained(data):
+    training = bf.Training(epochs=12, batch_size=50, lr=5e-3, patience=0)
+    model = lambda: VisionTransformer(4, 2, 1, 6, dim=12, depth=2, heads=2, mlp_ratio=2)  # noqa: E731
+    mode = bf.fit(model, data, likelihood="categorical", method=bf.Mle(), training=training, progress=False).module()
+    settings = {"structure": "diag", "prior_precision": 1e3, "progress": False}
+    return bf.laplace(mode, data, likelihood="categorical", **settings)
+
+
+def test_variances_on_a_trained_network_are_those_of_draws():
+    data = learnable()
+    posterior = trained(data)
+    x = data.inputs[100:124]
+    assert (posterior.module()(x).argmax(-1) == data.targets[100:124]).double().mean() > 0.9
+    truth = posterior.outputs(x, 600, predictive="sampled").values.var(0)
+    found = posterior.outputs(x, predictive="streamlined").variance
+    assert 0.75 < (found / truth).median() < 1.33
+
+
+def test_draws_at_the_mean_have_the_tangents_of_the_jacobian():
+    posterior, x = posterior_of(network(4), sd=1e-4), images(3)
+    exact = posterior.outputs(x, predictive="linearised").variance
+    with posterior._streamliners.borrow() as streamliner:
+        passes = streamliner.passes_of(False)
+        pairs = list(passes.deviations(x, passes.at_mean(x), 400, 5, 0.03))
+        theta = streamliner.shell.theta.clone()
+    assert_mean(torch.stack([near for _, near in pairs]).square(), exact)
+    assert torch.equal(theta, posterior.law.mean)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, for which no rule of one pass exists."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.LSTM(3, 6, batch_first=True), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(self.inner(x)[0][:, -1])
+
+
+def test_any_model_is_predicted_by_backward_passes():
+    posterior, x = posterior_of(Recurrent().double(), sd=1e-4), torch.randn(6, 4, 3, dtype=F64)
+    exact = posterior.outputs(x, predictive="linearised").variance
+    found = posterior.outputs(x, predictive="streamlined", settings=RuleSettings(outputs=5)).variance
+    torch.testing.assert_close(found, exact, rtol=1e-2, atol=0.0)
+
+
+# --- where variance comes from ----------------------------------------------------------------------------------------
+
+
+def test_layer_shares_are_those_of_the_layers_alone():
+    posterior, x = posterior_of(network(4), sd=1e-3), images(3)
+    shares, sd = posterior.layer_shares(x), posterior.law.sd
+    assert sum(shares.values()) == pytest.approx(1)
+    assert list(shares.values()) == sorted(shares.values(), reverse=True)
+    total = posterior.outputs(x, predictive="linearised").variance.sum()
+    for name in ("projection.weight", "embedding.weight"):
         alone = torch.zeros_like(sd)
-        alone[part.flatten()] = 1e-3
-        own = streamlined_outputs(model, space, gaussian(theta, alone), x).variance.sum()
-        assert shares[name] == pytest.approx((own / total).item(), rel=1e-3)
+        posterior.space.views(alone)[name].fill_(1e-3)
+        one = replace(posterior, law=gaussian(posterior.law.mean, alone)).outputs(x, predictive="linearised")
+        assert shares[name] == pytest.approx((one.variance.sum() / total).item())
 
 
-def test_layer_shares_of_correlated_weights():
-    """Kronecker factors over one layer, independent weights in the other."""
-    model, space, theta = mlp(3, 6, 2)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    block, _ = kronecker_block(6, 3)
-    block = Kronecker(1e6 * block.out_values, block.in_values, 1e6 * block.prior, block.out_vectors, block.in_vectors)
-    rest = Diagonal(torch.full((space.size - 18,), 1e-6, dtype=torch.float64))
-    both = GaussianLaw(theta, (slice(0, 18), slice(18, space.size)), (block, rest))
-    alone = GaussianLaw(theta, (slice(0, 18),), (block,))
-    shares = layer_shares(Streamlined(model, space, both), x)
-    own, total = (streamlined_outputs(model, space, weights, x).variance.sum() for weights in (alone, both))
-    assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
-    assert 0.05 < shares["0.weight"] == pytest.approx((own / total).item(), rel=1e-3)
-
-
-def test_a_posterior_is_asked_in_batches_of_the_size_given(monkeypatch):
-    model, _, theta = mlp(3, 6, 2)
-    posterior = Posterior(model, Categorical(), gaussian(theta, torch.full_like(theta, 0.1)))
-    x = torch.randn(7, 3, dtype=torch.float64)
-    whole, sizes, call = posterior.outputs(x, predictive="streamlined"), [], Streamlined.__call__
-    monkeypatch.setattr(Streamlined, "__call__", lambda self, some: sizes.append(len(some)) or call(self, some))
-    parts = posterior.outputs(x, predictive="streamlined", batch_size=3)
-    assert sizes == [3, 3, 1]
-    torch.testing.assert_close(parts.variance, whole.variance)
-
-
-def test_posteriors_that_cannot_be_used_are_refused():
-    model, space, theta = mlp(3, 6, 2)
-    x = torch.randn(4, 3, dtype=torch.float64)
-
-    def refused(weights, message, settings=None):
-        with pytest.raises(ValueError, match=message):
-            streamlined_outputs(model, space, weights, x, settings)
-
-    refused(Samples(theta[None]), "weights must be Gaussian for a streamlined pass; got Samples")
-    refused(gaussian(theta[:-1]), "law must have 38 numbers for this model; got 37")
-    factor = torch.randn(2, len(theta), dtype=torch.float64)
-    swag = gaussian(theta, torch.ones_like(theta), factor)
-    refused(swag, "cannot use a low-rank part that correlates all weights; it supports independent weights")
-    dense = gaussian(theta, tril=torch.linalg.cholesky(positive(len(theta))))
-    refused(dense, "cannot use a dense block over 4 parameters")
-    low = LowRank.of(torch.ones_like(theta), factor.mT, torch.ones(2, dtype=torch.float64))
-    refused(GaussianLaw(theta, (slice(0, len(theta)),), (low,)), "cannot use a LowRank block over 0.weight")
-    refused(GaussianLaw(theta, (slice(0, 3),), (Diagonal(-torch.ones(3).double()),)),
-            "variance of 0.weight must be finite and not negative; got -1.0")  # fmt: skip
-    refused(gaussian(theta, torch.full_like(theta, math.nan)), "variance of 0.weight must be finite")
-    strange = torch.tensor([[math.nan, 0, 0]]).double()
-    with pytest.raises(ValueError, match="inputs must be finite; got 1 NaN"):
-        Posterior(model, Categorical(), gaussian(theta, torch.ones_like(theta))).outputs(
-            strange, predictive="streamlined"
-        )
-    with pytest.raises(ValueError, match="must be finite; 1 of 1 examples have NaN or infinite values in their mean"):
-        streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta)), strange)
-    model.train()
-    refused(
-        gaussian(theta, torch.ones_like(theta)),
-        r"model must be in eval mode: .* Call model.eval\(\)",
-    )
-    refused(gaussian(theta, torch.ones_like(theta)), "eval mode", Settings(mode="correlated"))
-    with pytest.raises(ValueError, match="propagate must be one of 'diag', 'full'; got 'all'"):
-        Settings(propagate="all")
-
-
-def test_correlations_can_be_dropped_on_request():
-    model, space, theta = mlp(3, 6, 2)
-    x = torch.randn(4, 3, dtype=torch.float64)
-    drop = Settings(correlations="drop")
-    factor = torch.randn(2, len(theta), dtype=torch.float64)
-    swag = streamlined_outputs(model, space, gaussian(theta, torch.ones_like(theta), factor), x, drop)
-    marginal = gaussian(theta, (1 + factor.square().sum(0)).sqrt())
-    assert torch.allclose(swag.variance, streamlined_outputs(model, space, marginal, x).variance)
-    # A dense posterior keeps the correlations within each parameter: with one layer noisy, all but those with the bias.
-    tril = torch.linalg.cholesky(positive(len(theta)))
-    dense = gaussian(theta, tril=tril)
-    found = streamlined_outputs(model, space, dense, x, Settings(correlations="drop", propagate="full"))
-    starts = torch.tensor([0, *space.sizes]).cumsum(0)
-    sigma = torch.block_diag(*[(tril @ tril.mT)[a:b, a:b] for a, b in pairwise(starts.tolist())])
-    places = tuple(slice(int(a), int(b)) for a, b in pairwise(starts.tolist()))
-    blocks = tuple(Dense(torch.linalg.cholesky(sigma[p, p])) for p in places)
-    expected = streamlined_outputs(model, space, GaussianLaw(theta, places, blocks), x, FULL)
-    assert torch.allclose(found.covariance, expected.covariance)
-
-
-def test_a_dense_block_over_a_part_of_a_layer_is_refused_or_dropped_to_variances():
-    """A subnetwork that happens to lie in one matrix and its bias."""
-    model = nn.Sequential(nn.Linear(3, 2))
-    space = Space.of(model)
-    theta = space.pack(dict(model.named_parameters()))
-    few = torch.tensor([1, 4, 6])  # two entries of the matrix, one of the bias
-    tril = torch.tensor([[1.0, 0.0, 0.0], [0.5, 1.0, 0.0], [0.2, 0.3, 0.7]])
-    weights, x = GaussianLaw(theta, (few,), (Dense(tril),)), torch.randn(4, 3)
-    with pytest.raises(ValueError, match="cannot use a dense block over 2 parameters"):
-        streamlined_outputs(model.eval(), space, weights, x)
-    variance = streamlined_outputs(model, space, weights, x, Settings(correlations="drop")).diagonal
-    v = weights.variance()
-    expected = torch.stack([x[:, 1] ** 2 * v[1] + v[6], x[:, 1] ** 2 * v[4]], 1)
-    torch.testing.assert_close(variance, expected)
+def test_input_sensitivity_is_the_mean_squared_slope():
+    """Against a finite difference under each draw of the weights."""
+    posterior, x = posterior_of(network(4), sd=0.05), images(2)
+    found = posterior.input_sensitivity(x, output=1, draws=3)
+    expected, step = torch.zeros_like(x), 1e-5
+    for draw in range(3):
+        module = posterior.module(draw)
+        with torch.no_grad():
+            for place in torch.cartesian_prod(torch.arange(4), torch.arange(4)):
+                nudge = torch.zeros_like(x)
+                nudge[:, 0, place[0], place[1]] = step
+                slope = (module(x + nudge) - module(x - nudge))[:, 1] / (2 * step)
+                expected[:, 0, place[0], place[1]] += slope.square() / 3
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+    every = sum(posterior.input_sensitivity(x, output=k, draws=3) for k in range(4))
+    torch.testing.assert_close(posterior.input_sensitivity(x, draws=3), every)
+    with pytest.raises(ValueError, match="inputs must be one tensor of real numbers"):
+        posterior.input_sensitivity(torch.ones(2, 3, dtype=torch.int64))

@@ -403,7 +403,8 @@ def test_a_flat_model_keeps_its_mean_apart_from_its_draws():
         model.load(start)
 
 
-def test_dense_posterior_is_calibrated():
+@pytest.mark.parametrize("pairs", [False, True])
+def test_dense_posterior_is_calibrated(pairs):
     """Simulation-based calibration: θ from the prior, y from θ; its rank among posterior draws is uniform."""
     problems, num, draws, noise = 2000, 8, 99, 0.8
     theta = torch.randn(problems, 2, dtype=torch.float64)
@@ -417,7 +418,7 @@ def test_dense_posterior_is_calibrated():
             value = -0.5 * residual.square().mean(-1) / noise**2 - 0.5 * weights.square().sum(-1) / num
             return value, residual, {THETA: vi_dense.times(x.mT, residual) / (noise**2 * num) - weights / num}
 
-    transform = vi_dense.build(Rows(), 1 / num, Adam(decay(0.05, 150)), log_sd=math.log(0.3))
+    transform = vi_dense.build(Rows(), 1 / num, Adam(decay(0.05, 150)), log_sd=math.log(0.3), pairs=pairs)
     state = run(transform, transform.init({THETA: torch.zeros(problems, 2, dtype=torch.float64)}), 600)
     ranks = sum((with_sum(vi_dense.sample(state)[THETA]) < with_sum(theta)).long() for _ in range(draws))
     for rank in ranks.T:

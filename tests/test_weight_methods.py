@@ -176,16 +176,16 @@ def test_only_a_gaussian_family_has_moments_to_carry():
 
 
 def test_chains_are_the_same_in_every_strategy():
-    """16 steps: in lockstep 1e-5 apart, in processes bit for bit."""
+    """With a step size in lockstep 1e-5 apart; those of networks, which go by themselves, in processes bit for bit."""
 
-    def run(strategy):
-        return fit("sghmc", draws=2, chains=3, options={"strategy": strategy, "workers": 2})
+    def run(strategy, **settings):
+        return fit("sghmc", draws=2, chains=3, options={"strategy": strategy, "workers": 2}, **settings)
 
     looped = run("looped")
     assert looped.theta.shape[0] == 6
     assert looped.facts["chains"] == 3
-    torch.testing.assert_close(run("batched").theta, looped.theta, atol=1e-5, rtol=1e-4)
     assert torch.equal(run("processes").theta, looped.theta)
+    torch.testing.assert_close(run("batched", lr=0.01).theta, run("looped", lr=0.01).theta, atol=1e-5, rtol=1e-4)
 
 
 def test_parallel_chains_at_temperature_zero_are_a_deep_ensemble():

@@ -13,7 +13,7 @@ from bayesformer.bench.planning import plan
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.priors.distributions import FAMILIES, Cauchy, LaplaceDistribution, Logistic, Normal, StudentT
 from bayesformer.priors.prior import parse_law
-from bayesformer.study import prior_draws, weight_study
+from bayesformer.study import prior_draws, prior_scale, weight_study
 from bayesformer.study.weight_laws import cells_of, fit_family, fit_layer, law_of
 from bayesformer.study.weight_networks import train_networks
 from bayesformer.study.weight_shapes import correlations, kernel_density, off_diagonal, peaks, quantile_pairs, shape_of
@@ -181,3 +181,22 @@ def test_the_command_writes_statistics_figures_and_priors_that_methods_take(trai
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(DamagedFileError, match=r"must be of the format 'weight study 1'; got None"):
         weight_study.read(tmp_path / "other.json")
+
+
+def test_the_log_likelihood_is_shown_against_the_scale_of_the_prior(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prior_scale, "SCALES", (0.1, 1.0))
+    weights = tmp_path / "weights"
+    weight_study.write(weight_study.study_weights(trained, resamples=3), weights / "toy-m1.json")
+    sizes = [f"--set=toy/m1.{name}={value}" for name, value in SIZE.items()]
+    command = ["study", "priors", "--tasks", "toy/m1", "--seeds", "1", "--weights", str(weights), "--quiet", *sizes]
+    command += ["--set=training.epochs=1", "--results", str(tmp_path / "runs")]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert "4 cells run" in out
+    assert "| task | N(0, 0.1²) | N(0, 1²) | weight study | MLE |" in out
+    ElementTree.fromstring((tmp_path / "runs" / "priors.svg").read_text())
+    assert cli.main(command) == 0
+    assert "0 cells run, 4 were there already" in capsys.readouterr().out
+    assert prior_scale.scale_of({"settings": {"method": {"prior": "normal(0, 0.03)"}}}) == 0.03
+    with pytest.raises(ValueError, match="results must hold at least one result"):
+        prior_scale.figure([], tmp_path / "none.svg")

@@ -36,6 +36,8 @@ examples:
       mean and spread of its attention maps, as a figure
   bayesformer study weights toy/m1 --networks 60
       the weights of trained networks: laws that fit them, figures, and priors made of these
+  bayesformer study priors --tasks toy/m3
+      log-likelihood against the scale of the prior, as a figure
   bayesformer data get mnist
       a data set from its official source into the user's cache; `bayesformer data list` names them
   bayesformer study fidelity results/fidelity
@@ -90,6 +92,8 @@ def _add_run(verbs: Any) -> None:
         "A method may also be a table with settings of its own; lists make one variant per value, {task} stands for "
         "the end of\nthe task's name:\n\n"
         '  methods = ["mle", {name = "vi", temperature = [1.0, 0.1], seeds = 1, tasks = "toy/*"}]\n\n'
+        'With start = "mle" a method starts from the networks of maximum likelihood of its seed, and gets a training\n'
+        'of its own: {name = "swag", start = "mle", warm_up = 0.0, training = {epochs = 10}}.\n\n'
         "Options on the command line win over the file. `bayesformer list --settings` "
         "names every setting.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -309,6 +313,7 @@ def _add_study(verbs: Any) -> None:
     maps.add_argument("--draws", type=int, help="draws (those of a prediction)")
     maps.add_argument("--output", type=Path, default=Path("attention.svg"), help="the figure (attention.svg)")
     _add_weights(names)
+    _add_priors(names)
 
 
 def _add_weights(names: Any) -> None:
@@ -333,6 +338,23 @@ def _add_weights(names: Any) -> None:
     weights.add_argument("--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="of task or training")
     weights.add_argument("--threads", type=int, default=1, help="torch threads (1)")
     weights.add_argument("--quiet", action="store_true", help="no progress bars or lines")
+
+
+def _add_priors(names: Any) -> None:
+    priors = names.add_parser(
+        "priors",
+        help="the log-likelihood against the scale of the prior",
+        description="Variational inference with Gaussian priors of several scales and, where `bayesformer study "
+        "weights` has written its statistics, with the priors made of them. Runs the missing cells, draws "
+        "RESULTS/priors.svg and prints a table.",
+    )
+    priors.add_argument("--tasks", default="toy/m3,toy/m5", help="comma-separated task names (toy/m3,toy/m5)")
+    priors.add_argument("--seeds", type=int, default=3, help="training seeds (3)")
+    priors.add_argument("--weights", type=Path, default=Path("results/weights"), help="statistics (results/weights/)")
+    priors.add_argument("--results", type=Path, default=Path("results/priors"), help="results folder (results/priors/)")
+    priors.add_argument("--networks", type=Path, help="folder of trained networks (none)")
+    priors.add_argument("--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="a setting")
+    _add_workers(priors, 1)
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:

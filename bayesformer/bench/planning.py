@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -34,6 +34,8 @@ class Cell:
     task_settings: Mapping[str, Any]
     training: Mapping[str, Any]
     method_settings: Mapping[str, Any]
+    start: Mapping[str, Any] | None = None
+    """training of the MLE networks that it starts from; None starts from new models"""
 
     @property
     def key(self) -> str:
@@ -41,6 +43,8 @@ class Cell:
         chosen = {**REMOVED.get(self.method, {}), **identity(METHODS[self.method], self.method_settings)}
         training = identity(Training, self.training)
         facts = [self.task, self.method, self.task_settings, training, chosen]
+        if self.start is not None:
+            facts.append({"start": identity(Training, self.start)})
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
 
     @property
@@ -69,6 +73,9 @@ class Cell:
         """The method's settings that differ from its defaults, as "name=value, name=value"."""
         defaults = asdict(METHODS[self.method]())
         changed = {k: v for k, v in self.method_settings.items() if v != defaults[k]}
+        if self.start is not None:
+            differs = {k: v for k, v in self.training.items() if v != self.start[k]}
+            changed |= {"start": "mle", **differs}
         return ", ".join(f"{name}={value}" for name, value in changed.items())
 
     def __str__(self) -> str:
@@ -112,12 +119,18 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with settings of its own, on which tasks, and how many seeds it gets (None: as many as the others)."""
+    """A method with settings of its own, on which tasks, and how many seeds it gets (None: as many as the others).
+
+    With start="mle" it starts from the networks that the task's training gives, those of the methods mle and ensemble
+    of the same seed; `training` are settings of what it does after that.
+    """
 
     method: str
     settings: Mapping[str, Any]
     seeds: int | None = None
     tasks: str = "*"
+    start: str | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 def expand(patterns: Sequence[str], known: Mapping[str, Any], kind: str) -> list[str]:
@@ -138,11 +151,15 @@ def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
     """
     found = []
     for entry in methods:
-        table = {"name": entry} if isinstance(entry, str) else dict(entry)
+        table: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
         if "name" not in table:
             raise ValueError(f"methods must be names or tables with a name; got {table}.")
         names, seeds = expand([table.pop("name")], METHODS, "method"), table.pop("seeds", None)
-        tasks = table.pop("tasks", "*")
+        tasks, start, training = table.pop("tasks", "*"), table.pop("start", None), table.pop("training", {})
+        if start not in (None, "mle"):
+            if "start" not in METHODS[names[0]].__dataclass_fields__:
+                raise ValueError(f"methods: start of {names[0]} must be 'mle', or left out; got {start!r}.")
+            table["start"], start = start, None  # a setting of the method itself
         expand([tasks], TASKS, "task")
         if seeds is not None and (not isinstance(seeds, int) or isinstance(seeds, bool) or seeds < 1):
             raise ValueError(f"methods: seeds of {names[0]} must be a whole number of at least 1; got {seeds!r}.")
@@ -151,7 +168,8 @@ def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
         choices = [value if isinstance(value, list) else [value] for value in table.values()]
         for name in names:
             found += [
-                Variant(name, dict(zip(table, values, strict=True)), seeds, tasks) for values in product(*choices)
+                Variant(name, dict(zip(table, values, strict=True)), seeds, tasks, start, training)
+                for values in product(*choices)
             ]
     return found
 
@@ -185,7 +203,9 @@ def plan(
             chosen = {k: v.replace("{task}", short) if isinstance(v, str) else v for k, v in chosen.items()}
             _check_recordable(chosen, variant.method)
             method = override(METHODS[variant.method](), chosen, variant.method)
-            parts = asdict(task), asdict(training), asdict(method)  # type: ignore[call-overload]
+            after = override(training, variant.training, "training")
+            started = None if variant.start is None else asdict(training)
+            parts = asdict(task), asdict(after), asdict(method), started  # type: ignore[call-overload]
             for seed in seeds if variant.seeds is None else range(variant.seeds):
                 cell = Cell(task_name, variant.method, seed, *parts)
                 cells[cell.key, seed] = cell  # two entries may describe one cell

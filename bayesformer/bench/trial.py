@@ -22,8 +22,10 @@ from bayesformer.core.progress import Reporter
 from bayesformer.core.settings import summary
 from bayesformer.core.strategy import Strategy
 from bayesformer.data import Data, as_batches
-from bayesformer.methods import METHODS, Method, Problem
+from bayesformer.methods import METHODS, Ensemble, Method, Problem
 from bayesformer.posterior import Posterior
+from bayesformer.train.problem import Models
+from bayesformer.train.training import Training
 
 SHOWN = 20
 """Validation examples whose predictions are followed along a chain."""
@@ -70,6 +72,9 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         networks=options.networks,
         reporter=reporter,
     )
+    start_seconds = 0.0
+    if cell.start is not None:
+        problem, start_seconds = started_from_networks(problem, cell)
     resumed = problem.checkpoint is not None and problem.checkpoint.exists()
     with PeakMemory() as memory:
         with counting() as effort:
@@ -84,14 +89,30 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
         kept = replace(posterior, facts={**posterior.facts, "task": made_for})
         kept.save(options.results / POSTERIORS / cell.folder)
     cost = cost_of(posterior, data.test, memory.mib)
-    if not resumed and posterior.facts.get("strategy") != "processes":  # else not all gradients were counted here
+    if cell.start is not None:
+        cost["start_seconds"] = round(start_seconds, 3)
+    whole = not resumed and problem.networks is None and cell.start is None
+    if whole and posterior.facts.get("strategy") != "processes":  # else not all gradients were counted here
         cost["gradient_epochs"] = round(effort.examples / len(data.train), 2)
     return _record(cell, posterior, evaluation, validation, cost, started)
 
 
+def started_from_networks(problem: Problem, cell: Cell) -> tuple[Problem, float]:
+    """The problem with trained networks as its models, one per chain or member, and the seconds of their training."""
+    assert cell.start is not None
+    settings = cell.method_settings
+    count = int(settings.get("chains") or settings.get("members") or 1)
+    folder = None if problem.checkpoint is None else problem.checkpoint / "start"
+    training = Training(**cell.start)
+    found = Ensemble(count).fit(replace(problem, training=training, checkpoint=folder))
+    models = tuple(found.module(i).train() for i in range(count))
+    return replace(problem, model=Models(models)), float(found.facts["seconds"])
+
+
 def _fit(method: Method, problem: Problem) -> Posterior:
+    trained = isinstance(problem.model, Models)
     try:
-        return method.fit(problem)
+        return getattr(method, "fit_trained", method.fit)(problem) if trained else method.fit(problem)
     except DamagedFileError as error:
         if problem.checkpoint is None or not problem.checkpoint.exists():
             raise
@@ -142,6 +163,7 @@ def _record(
             "task": dict(cell.task_settings),
             "training": dict(cell.training),
             "method": dict(cell.method_settings),
+            **({} if cell.start is None else {"start": dict(cell.start)}),
         },
         "started": started.isoformat(timespec="seconds"),
         **provenance(),

@@ -81,6 +81,11 @@ class Batches(ABC):
         return None
 
     @property
+    def is_random(self) -> bool:
+        """Whether reading an example was seen to draw random numbers (augmentation): it differs from epoch to epoch."""
+        return False
+
+    @property
     def restarts(self) -> bool:
         """Whether every reading gives the examples from the first one on; only some streams do not."""
         return True

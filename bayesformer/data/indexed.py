@@ -118,6 +118,11 @@ class Indexed(Batches):
         """The first `count` examples as one batch, or all there are if they are fewer."""
         return split_labels(self.raw_first(count), self.name)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether reading an example was seen to draw from a global random stream."""
+        return self._random
+
     def raw_first(self, count: int) -> Any:
         """The same as the data give it, not split into inputs and targets."""
         return self._read(list(range(min(count, len(self.source)))), fold(0, "in order"))

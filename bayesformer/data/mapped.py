@@ -32,6 +32,11 @@ class Mapped(Batches):
         return self.data.steps(batch_size, join_single=join_single)
 
     @property
+    def is_random(self) -> bool:
+        """Whether reading the other data was seen to draw random numbers."""
+        return self.data.is_random
+
+    @property
     def restarts(self) -> bool:
         """Whether the other data can be read from the first example again."""
         return self.data.restarts

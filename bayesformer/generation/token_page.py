@@ -16,7 +16,7 @@ h1{font-size:1.3rem} .prompt{color:#57606a} .text{white-space:pre-wrap;margin:1r
 button.token{font:inherit;border:0;border-bottom:2px solid transparent;border-radius:3px;padding:0;margin:0;
 color:inherit;cursor:pointer;white-space:pre-wrap} button.token:hover,button.token[aria-expanded=true]{
 border-bottom-color:#bc4c00}
-#panel{border:1px solid #d0d7de;border-radius:6px;padding:.6rem 1rem;min-height:7rem}
+#panel{border:1px solid #d0d7de;border-radius:6px;padding:.6rem 1rem;min-height:7rem;overflow-x:auto}
 table{border-collapse:collapse;font-size:.9rem} td,th{padding:.15rem .7rem;text-align:left} th{font-weight:600}
 td.p{color:#57606a;font-variant-numeric:tabular-nums}.scale{font-size:.85rem;color:#57606a}
 @media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}.prompt,.scale,td.p{color:#9198a1}

@@ -18,9 +18,9 @@ from bayesformer.laws import GaussianLaw, gaussian
 class EKFDenseState(NamedTuple):
     """N(params, precision⁻¹), over the weights in the order of `vi_dense.ravel`."""
 
-    params: Params  # the mean, as far as the data have moved it from where it started
+    params: Params  # the mean
     precision: Tensor  # (P, P) or (L, P, P)
-    offset: Tensor  # (P,) or (L, P): what a prior that is centred elsewhere adds to the mean; 0 without one
+    anchor: Params  # where likelihoods are linearised; empty: at the mean
     log_joint: Tensor  # () or (L,), of the last batch before it was absorbed
 
 
@@ -45,8 +45,8 @@ def build(
     Duffield et al. (2024), `posteriors`, whose code subtracts the Fisher where the equation adds it. Arguments as
     in `ekf.diag.build`; `curvature(params, batch)` returns minus the mean Hessian, (P, P) or (L, P, P), and must
     leave Λ positive definite. `start_precision` (P, P) takes the place of 1/sd² I. `prior_mean` (P,) is where the
-    prior is centred if not at the parameters, at which likelihoods are then linearised: a mode. What it adds to the
-    mean, o ← Λ⁻¹ Λ' o with Λ' before the batch, is kept apart and is part of the law.
+    prior is centred if not at the parameters a; likelihoods are then linearised there, at a mode, and not along the
+    way, whose first steps go far: μ ← μ + η/τ Λ⁻¹ (mean_n s_n(a) - F(a) (μ - a)), F the curvature of the batch.
 
     Known exactly: with q = 0 no eigenvalue of Λ ever falls. On linear regression with the exact curvature this is
     the Kalman filter: after the last batch, the posterior. With inputs along the axes it equals `ekf.diag`.
@@ -71,8 +71,9 @@ def init(
         first = start_precision.expand(*ravel(params).shape[:-1], *start_precision.shape).clone()
     else:
         first = (torch.ones_like(ravel(params)) * sd**-2).diag_embed()
-    offset = torch.zeros_like(ravel(params)) if prior_mean is None else prior_mean - ravel(params)
-    return EKFDenseState(mean, first, offset, blank(params))
+    if prior_mean is None:
+        return EKFDenseState(mean, first, {}, blank(params))
+    return EKFDenseState(unravel(prior_mean.expand_as(ravel(params)).clone(), params), first, mean, blank(params))
 
 
 def update(
@@ -88,22 +89,22 @@ def update(
     each: Scores = scores,
 ) -> tuple[EKFDenseState, Tensor]:
     """Absorb one batch; the second value is its outputs under the mean before."""
-    value, outputs, grad, fisher = _moments(state.params, batch, log_joint, curvature, each)
+    value, outputs, grad, fisher = _moments(state.anchor or state.params, batch, log_joint, curvature, each)
+    if state.anchor:
+        grad = grad - times(fisher, ravel(state.params) - ravel(state.anchor))
     rate = (lr or examples(state.params, batch)) / temperature
-    before = predict(state.precision, transition_sd)
-    precision = before + rate * fisher
-    sides = torch.stack([rate * grad, times(before, state.offset)], -1)  # (..., P, 2)
-    found, offset = torch.cholesky_solve(sides, torch.linalg.cholesky(precision)).unbind(-1)
-    shift = unravel(found, state.params)
+    precision = predict(state.precision, transition_sd) + rate * fisher
+    factor = torch.linalg.cholesky(precision)
+    shift = unravel(rate * torch.cholesky_solve(grad.unsqueeze(-1), factor).squeeze(-1), state.params)
     if inplace:
         mean = {k: p.add_(shift[k]) for k, p in state.params.items()}
-        return EKFDenseState(mean, state.precision.copy_(precision), state.offset.copy_(offset), value), outputs
-    return EKFDenseState({k: p + shift[k] for k, p in state.params.items()}, precision, offset, value), outputs
+        return EKFDenseState(mean, state.precision.copy_(precision), state.anchor, value), outputs
+    return EKFDenseState({k: p + shift[k] for k, p in state.params.items()}, precision, state.anchor, value), outputs
 
 
 def sample(state: EKFDenseState) -> Params:
-    """One draw of the weights (of each member): μ + o + R⁻ᵀ ε with R Rᵀ = Λ."""
-    mean = ravel(state.params) + state.offset
+    """One draw of the weights (of each member): μ + R⁻ᵀ ε with R Rᵀ = Λ."""
+    mean = ravel(state.params)
     root = torch.linalg.cholesky(state.precision)
     noise = torch.linalg.solve_triangular(root.mT, normal_like(mean).unsqueeze(-1), upper=True)
     return unravel(mean + noise.squeeze(-1), state.params)
@@ -138,6 +139,6 @@ def _moments(
 
 def law(state: EKFDenseState) -> GaussianLaw:
     """The filtered Gaussian as a law over the one vector of weights, inverted in float64."""
-    mean = state.params[THETA] + state.offset
+    mean = state.params[THETA]
     whole = torch.linalg.inv(state.precision.double())
     return gaussian(mean, tril=torch.linalg.cholesky((whole + whole.mT) / 2).to(mean))

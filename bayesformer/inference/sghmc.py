@@ -35,6 +35,7 @@ def build(
     sigma: float = 1.0,
     beta: float = 0.0,
     scheme: Scheme = "semi-implicit",
+    scale: Params | None = None,
 ) -> Transform:
     """Underdamped Langevin dynamics by Euler steps; one gradient per step.
 
@@ -53,6 +54,12 @@ def build(
     At T = 0 it is SGD with momentum: torch's SGD(γ, momentum=μ, dampening=τ), its buffer started at 0, is
     η = 1 - τ, σ² = (1 - τ)/γ, α = (1 - μ)/γ.
 
+    `scale` s, positive and in the shape of the parameters, is a diagonal metric: the chain of φ = θ/s, seen in θ,
+
+        m ← m + η s ∘ ∇U(θ) - η σ⁻² α m + √(T η (2α - T η β)) z,    θ ← θ + η σ⁻² s ∘ m.
+
+    The target is the same; step size and friction are in units of s. A gradient is overwritten by s ∘ ∇U.
+
     `scheme="explicit"` takes the old m in the second line, as `posteriors` 0.1.3 does. Its bias is of order η
     instead of η², and it is not SGD at T = 0. With a = η σ⁻², b = η λ, q = 2 η T α + η² V:
 
@@ -61,8 +68,10 @@ def build(
     check_settings(lr, temperature, beta, friction, sigma)
     if scheme not in SCHEMES:
         raise unknown_name("scheme", scheme, SCHEMES)
+    if scale is not None and not all(bool((part > 0).all()) for part in scale.values()):
+        raise ValueError(f"scale must be positive; got {min(part.min().item() for part in scale.values())}.")
     settings = partial(update, lr=lr, temperature=temperature, friction=friction, sigma=sigma, beta=beta, scheme=scheme)
-    return Transform(init, partial(settings, log_joint=log_joint))
+    return Transform(init, partial(settings, log_joint=log_joint, scale=scale))
 
 
 def init(params: Params) -> SGHMCState:
@@ -82,6 +91,7 @@ def update(
     sigma: float,
     beta: float,
     scheme: Scheme,
+    scale: Params | None = None,
 ) -> tuple[SGHMCState, Tensor]:
     """One step; the second value is the outputs of the batch."""
     value, outputs, grads = value_and_grad(log_joint)(state.params, batch)
@@ -89,18 +99,29 @@ def update(
     rate = at(lr, step)
     drift = rate * sigma**-2
     sd = noise_sd(rate, at(temperature, step), friction, beta)
+    keep = 1 - drift * friction
     params, momenta = state.params, state.momenta
     if inplace and scheme == "semi-implicit":  # both lines on one piece while it is in the cache
         for k, theta in params.items():
-            for p, m, g in pieces(theta, momenta[k], grads[k]):
-                add(p, kick(m, g, 1 - drift * friction, rate, sd, inplace), drift, inplace)
+            if scale is None:
+                for p, m, g in pieces(theta, momenta[k], grads[k]):
+                    add(p, kick(m, g, keep, rate, sd, inplace), drift, inplace)
+            else:
+                for p, m, g, s in pieces(theta, momenta[k], grads[k], scale[k].expand_as(theta)):
+                    add(p, kick(m, g.mul_(s), keep, rate, sd, inplace).mul(s), drift, inplace)
         return SGHMCState(params, momenta, step, value), outputs
+    if scale is not None:
+        grads = {k: g * scale[k] for k, g in grads.items()}
     if scheme == "explicit":
-        params = {k: add(p, momenta[k], drift, inplace) for k, p in params.items()}
-    momenta = {k: kick(m, grads[k], 1 - drift * friction, rate, sd, inplace) for k, m in momenta.items()}
+        params = {k: add(p, _scaled(momenta, scale, k), drift, inplace) for k, p in params.items()}
+    momenta = {k: kick(m, grads[k], keep, rate, sd, inplace) for k, m in momenta.items()}
     if scheme == "semi-implicit":
-        params = {k: add(p, momenta[k], drift, inplace) for k, p in params.items()}
+        params = {k: add(p, _scaled(momenta, scale, k), drift, inplace) for k, p in params.items()}
     return SGHMCState(params, momenta, step, value), outputs
+
+
+def _scaled(momenta: Params, scale: Params | None, name: str) -> Tensor:
+    return momenta[name] if scale is None else momenta[name] * scale[name]
 
 
 def kick(

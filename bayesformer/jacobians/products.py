@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from bayesformer.core.effort import note
 from bayesformer.core.seeds import generator
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
@@ -28,6 +29,7 @@ from bayesformer.model.randomness import Randomness, plain_attention
 from bayesformer.model.shell import Shell
 
 BATCH_SIZE = 256  # examples per pass
+PRODUCT = 2  # gradients that a product is counted as
 
 
 class CurvatureProducts:
@@ -76,6 +78,7 @@ class CurvatureProducts:
             return self._batch_ggn(batch, self._checked(v))
 
     def _batch_ggn(self, batch: Batch, v: Tensor) -> Tensor:
+        note(PRODUCT * len(batch.targets))
         outputs = self._outputs(batch.inputs)
         through = self.likelihood.hessian_times(outputs.detach(), self._forward(outputs, v))
         _, counted = self.likelihood.align(batch.targets, batch.mask)
@@ -87,6 +90,7 @@ class CurvatureProducts:
         """(P,): Σ_n g_n (g_nᵀ v) with the gradients g_n of the log-likelihood at the targets themselves."""
 
         def one(batch: Batch) -> Tensor:
+            note(PRODUCT * len(batch.targets))
             log_prob = self.likelihood.log_prob(self._outputs(batch.inputs), batch.targets, batch.mask)  # (B,)
             return self._back(log_prob, self._forward(log_prob, v))
 
@@ -96,6 +100,7 @@ class CurvatureProducts:
         """(P,): -∇² Σ_n log p(y_n | x_n, θ) v, the Hessian of the loss times v."""
 
         def one(batch: Batch) -> Tensor:
+            note(PRODUCT * len(batch.targets))
             loss = -self.likelihood.log_prob(self._outputs(batch.inputs), batch.targets, batch.mask).sum()
             slopes = self._gradients(loss, create_graph=True)
             pairs = zip(slopes, self._split(v), strict=True)
@@ -108,6 +113,7 @@ class CurvatureProducts:
         """(P,): ∇ Σ_n log p(y_n | x_n, θ), the gradient of the log-likelihood."""
 
         def one(batch: Batch) -> Tensor:
+            note(len(batch.targets))
             log_prob = self.likelihood.log_prob(self._outputs(batch.inputs), batch.targets, batch.mask)
             return self._packed(self._gradients(log_prob.sum()))
 

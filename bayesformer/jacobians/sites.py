@@ -277,16 +277,18 @@ def slope_numbers(sites: list[Site]) -> int:
     return sum(found.values())
 
 
-def backpropagate(sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool = True) -> list[Tensor]:
+def backpropagate(
+    sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool = True, together: bool = True
+) -> list[Tensor]:
     """For each site g (S, B, ...): the gradient of Σ columns ∘ outputs in the site's output.
 
     `columns` is (S, B, ..., K) for outputs (B, ..., K). Backward passes go to the outputs of the sites; the gradients
     of weights, half of an ordinary backward pass, are not computed. All columns go back in one batched pass where the
-    model's operations have one, else one after another. The graph is kept for more columns and goes with `outputs`,
-    unless there are no more: without `keep` one column gives its memory back on the way.
+    model's operations have one, else (or without `together`) one after another. The graph is kept for more columns and
+    goes with `outputs`, unless there are no more: without `keep` one column gives its memory back on the way.
     """
     columns = columns.to(outputs.dtype)
-    if len(columns) > 1 and all(site.edge is not None for site in sites):
+    if together and len(columns) > 1 and all(site.edge is not None for site in sites):
         try:
             return _together(sites, outputs, columns)
         except (RuntimeError, NotImplementedError) as error:  # an operation whose backward pass cannot be batched

@@ -26,7 +26,7 @@ from bayesformer.likelihoods.links import Link
 from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
-from bayesformer.predict.streamlined.refusals import refuse_attention
+from bayesformer.predict.one_pass.refusals import refuse_attention
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.members import facts_of
 from bayesformer.train.problem import Problem, settings_of
@@ -65,7 +65,8 @@ class Laplace:
     """below 1 the data count for more and the posterior is colder"""
     predictive: Way = "linearised"
     """linearised: Gaussian outputs of the network made linear in its weights; sampled: draws of the weights, which
-    often underfit; streamlined: moments carried through one forward pass"""
+    often underfit; streamlined: nearly the linearised outputs, with the spread of draws, for a few forward passes;
+    one_pass: moments carried through one forward pass, far too small on trained transformers"""
     link: Link | None = None
     """from Gaussian logits to probabilities: mc, probit, bridge or bridge_norm; none is mc"""
     draws: int = 100
@@ -134,6 +135,23 @@ class Laplace:
         found = nearest_mode(self, prototype, modes.start(0), self.precision * self.temperature)
         return self.posterior_at(prototype, found, facts, move=True)
 
+    def fit_trained(self, problem: Problem) -> Posterior:
+        """The Gaussian around a model that is trained already, which stays where it is."""
+        self.check(problem.likelihood, problem.validation)
+        prototype = Prototype(problem)
+        self.check_model(prototype)
+        facts = {
+            "method": {"name": "laplace", **settings_of(self)},
+            "seed": problem.seed,
+            "num_data": problem.num_data,
+            "data": problem.data.fingerprint(),
+            "epochs": [0],
+            "best_epoch": [0],
+            "seconds": 0.0,
+            "init": "given",
+        }
+        return self.posterior_around_mode(prototype, prototype.start(0), facts)
+
     def resolved(self, validation: Batches | None) -> Laplace:
         """The same method with prior_precision="auto" decided: by validation data where there are any."""
         if self.prior_precision != "auto":
@@ -160,7 +178,7 @@ class Laplace:
             last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
         else:
             prototype.space.select(self.subset)
-        if self.predictive == "streamlined":
+        if self.predictive == "one_pass":
             refuse_attention(prototype.prepared)
 
     def posterior_around_mode(self, prototype: Prototype, mode: Start, facts: Mapping[str, Any]) -> Posterior:
@@ -265,19 +283,6 @@ def laplace(
     with bars(progress) as reporter:
         held = None if validation is None else as_batches(validation, "validation")
         problem = Problem(model, known, as_batches(data, "data"), held, seed=seed, infer=infer, reporter=reporter)
-        method.check(known, held)
-        prototype = Prototype(problem)
-        method.check_model(prototype)
-        facts = {
-            "method": {"name": "laplace", **settings_of(method)},
-            "seed": seed,
-            "num_data": problem.num_data,
-            "data": problem.data.fingerprint(),
-            "epochs": [0],
-            "best_epoch": [0],
-            "seconds": 0.0,
-            "init": "given",
-        }
-        posterior = method.posterior_around_mode(prototype, prototype.start(0), facts)
+        posterior = method.fit_trained(problem)
     warn_of(posterior.doubts)
     return posterior

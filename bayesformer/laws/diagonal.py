@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -20,13 +21,18 @@ class Diagonal(Block):
         """p, the number of weights whose covariance this is."""
         return len(self.variance)
 
+    @cached_property
+    def sd(self) -> Tensor:
+        """(p,): the standard deviations, computed once."""
+        return self.variance.sqrt()
+
     def times(self, rows: Tensor) -> Tensor:
         """(..., p): each row times the variances."""
         return rows * self.variance
 
     def colour(self, noise: Tensor) -> Tensor:
         """(..., p): white noise times the standard deviations."""
-        return noise * self.variance.sqrt()
+        return noise * self.sd
 
     def diagonal(self) -> Tensor:
         """(p,): the variances as they were given."""

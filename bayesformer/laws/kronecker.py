@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ class KroneckerBasis(Factors, Block):
     def complete(self) -> bool:
         """Whether all eigenvectors are there, k = out and m = in; otherwise the rest has the prior's precision."""
         return self.shape == self.precisions.shape
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """D^-½ (k, m): the standard deviation along every pair of eigenvectors, computed once."""
+        return self.precisions.rsqrt()
 
     def rotate(self, matrix: Tensor) -> Tensor:
         """Q_Bᵀ G Q_A: (..., out, in) -> (..., k, m)."""

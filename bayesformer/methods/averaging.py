@@ -60,7 +60,7 @@ class Swag:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     subset: str = "*"
     """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
     coordinates: Literal["plain", "whitened"] = field(default="plain", metadata=LATER)
@@ -98,6 +98,11 @@ class Swag:
     def _whitened(self, prototype: Prototype) -> Posterior:
         refuse_too_large("dense", prototype.space.select(self.subset).size)
         around = AroundMode(self, prototype, self.prior, "dense")
+        if around.coordinates.regime == "network":
+            raise ValueError(
+                "swag.coordinates must be 'plain' for a network, where descent in units of the curvature at one mode "
+                "leaves that mode at once; got 'whitened'. Use Sghmc() for its posterior."
+            )
         frame = tempered_map(around.coordinates.center, around.coordinates.root, 1.0)
 
         def law(state: Any) -> GaussianLaw:

@@ -57,6 +57,10 @@ class ChainRun:
 
     method: Chains
     prototype: Prototype
+    count: int | None = None
+    """chains, where a recipe decides how many"""
+    earlier: ChainRun | None = None
+    """the run before its chains were counted, whose findings are kept"""
 
     @property
     def name(self) -> str:
@@ -70,7 +74,9 @@ class ChainRun:
 
     @cached_property
     def chains(self) -> int:
-        """How many chains run; auto is one."""
+        """How many chains run; auto is one, unless a recipe decides."""
+        if self.count is not None:
+            return self.count
         return 1 if self.method.chains == "auto" else self.method.chains
 
     @cached_property
@@ -99,9 +105,17 @@ class ChainRun:
         if self.method.warm_up is not None:
             share = self.method.warm_up or (MODE_SHARE if is_proper(self.prototype, self.method.subset) else 0.0)
             return find_modes(self.prototype, self.name, self.method.prior, share, self.chains)
-        if self.chains == 1 or self._starts_differ():
+        if self.chains > 1 and self._starts_differ():
             return find_modes(self.prototype, self.name, self.method.prior, share, self.chains)
-        return find_modes(self.prototype, self.name, self.method.prior, share, 1).repeated(self.chains)
+        known = vars(self.earlier).get("modes") if self.earlier is not None else None
+        one: Modes = known or find_modes(self.prototype, self.name, self.method.prior, share, 1)
+        return one.repeated(self.chains)
+
+    @property
+    def trainings(self) -> list[Fitted]:
+        """The searches for a mode that were made so far."""
+        known = [vars(run)["modes"] for run in (self, self.earlier) if run is not None and "modes" in vars(run)]
+        return [modes.stage for modes in known[:1] if modes.stage is not None]
 
     def _starts_differ(self) -> bool:
         first = self.prototype.start(0).theta

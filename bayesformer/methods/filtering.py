@@ -33,11 +33,11 @@ from bayesformer.train.training import Training
 class Ekf:
     """Extended Kalman filter: one pass over the data, each batch updates a Gaussian by its curvature.
 
-    By default it starts at the mode that `training` finds, with the prior's precision, and adds the Gauss-Newton matrix
-    of every batch; on linear regression the dense form is the Kalman filter, and after its pass the exact posterior.
-    The mean of a diagonal filter is off by .2 to .8 standard deviations after one pass even there, so that the
-    diagonal form keeps the mode as its mean and filters the variances: a diagonal Laplace approximation, made batch by
-    batch. An earlier posterior is the Gaussian that the filter starts from, without a search for a mode.
+    By default it starts from the prior, is linearised at the mode that `training` finds, and adds the Gauss-Newton
+    matrix of every batch; on linear regression the dense form is the Kalman filter, and after its pass the exact
+    posterior. The mean of a diagonal filter is off by .2 to .8 standard deviations after one pass even there, so that
+    the diagonal form keeps the mode as its mean and filters the variances: a diagonal Laplace approximation, made batch
+    by batch. An earlier posterior is the Gaussian that the filter starts from, without a search for a mode.
     """
 
     kind: Literal["diag", "dense"] = "diag"
@@ -53,7 +53,7 @@ class Ekf:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     subset: str = "*"
     """name pattern of the weights that get a spread; the other learned ones are trained to the mode and stay there"""
     prior: PriorSetting = field(default="normal(0, 1)", metadata=LATER)

@@ -68,8 +68,8 @@ def _network(pace: Pace, kept: float) -> Doubt:
     return Doubt(
         "regime",
         "This is a network: draws around its mode are not draws of its posterior, and this chain is worth about "
-        f"{worth:.2g} independent ones: outside the data its spread is far too small. "
-        + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
+        f"{'less than 0.1' if worth < 0.1 else f'{worth:.1f}'} independent ones: off the data its spread is far too "
+        "small. " + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
         worth,
         FEWEST,
     )

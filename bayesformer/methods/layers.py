@@ -46,7 +46,7 @@ class MeanField:
     draws: int = 30
     """forward passes per prediction"""
     predictive: Way = field(default="sampled", metadata=LATER)
-    """from weights to outputs: sampled; or, of a Gaussian, linearised or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled; or, of a Gaussian, linearised, streamlined (a few passes) or one_pass"""
     samples: int = field(default=1, metadata=LATER)
     """forward passes per step, each with draws of its own"""
     predict_local: bool = field(default=False, metadata=LATER)

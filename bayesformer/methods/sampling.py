@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -22,6 +23,7 @@ from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import baoab, psgld, sghmc, sgld, sgnht
 from bayesformer.inference.schedules import Schedule
 from bayesformer.methods.chain_run import ChainRun, fit_chains, network_chains
+from bayesformer.methods.network_chains import fit_network_chains, why_not
 from bayesformer.methods.pace import Pace, langevin_pace, momentum_pace, preconditioned_pace, thermostat_pace
 from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
@@ -30,6 +32,7 @@ from bayesformer.train.problem import Problem
 
 Auto = Literal["auto"]
 AUTO = one_of(("auto",))
+log = logging.getLogger("bayesformer")
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,20 @@ class Momenta(Chains):
 
 
 @dataclass(frozen=True)
-class Sghmc(Momenta):
+class Underdamped(Momenta):
+    """Samplers that have a recipe for networks (`methods.network_chains`), and share it."""
+
+    def fit_network(self, run: ChainRun) -> Posterior:
+        """Chains with variance reduced gradients and friction along stiff directions, where they are possible."""
+        reason = why_not(run)
+        if reason is None:
+            return fit_network_chains(run)
+        log.info("%s samples this network by plain batches: %s", run.name, reason)
+        return network_chains(run)
+
+
+@dataclass(frozen=True)
+class Sghmc(Underdamped):
     """Stochastic gradient Hamiltonian Monte Carlo: Langevin dynamics with momentum."""
 
     def transform(
@@ -234,7 +250,7 @@ class Sgnht(Momenta):
 
 
 @dataclass(frozen=True)
-class Baoab(Momenta):
+class Baoab(Underdamped):
     """Underdamped Langevin dynamics, split so that its variance is exact on a Gaussian."""
 
     def transform(

@@ -18,7 +18,7 @@ from bayesformer.inference import ivon, vi_dense, vi_diag
 from bayesformer.inference.affine import AffineMap
 from bayesformer.inference.optimise import Adam
 from bayesformer.inference.schedules import warmup_cosine
-from bayesformer.laws import Diagonal, GaussianLaw
+from bayesformer.laws import GaussianLaw
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
@@ -59,7 +59,7 @@ class Vi:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     warm_up: float | Auto = "auto"
     """share of the training that finds the mode, the rest is for the ascent; auto: all, and the ascent has epochs"""
     subset: str = "*"
@@ -108,11 +108,9 @@ class Vi:
         )
 
     def _frame(self, around: AroundMode) -> AffineMap:
-        """The coordinates of the ascent; of a network never those of its dense curvature, which are far too wide."""
+        """The coordinates of the ascent: those of the curvature, or narrower ones with their axes in a network."""
         found = around.coordinates
-        root = found.root
-        if found.kind == "dense" and found.regime == "network":
-            root = Diagonal(found.curvature_diagonal.reciprocal())
+        root = found.root if found.regime == "gaussian" else around.calm_root()
         return tempered_map(found.center, root, self.temperature)
 
     def _doubts(self, around: AroundMode, law: GaussianLaw) -> tuple[Doubt, ...]:
@@ -193,7 +191,7 @@ class Ivon:
     draws: int = 30
     """draws per prediction"""
     predictive: Way = "sampled"
-    """from weights to outputs: sampled, linearised, or streamlined (moments in one forward pass)"""
+    """from weights to outputs: sampled, linearised, streamlined (for a few forward passes) or one_pass"""
     warm_up: float | Auto = "auto"
     """share of the training that finds the mode, the rest is for Ivon; auto: all, and Ivon has epochs of its own"""
     subset: str = "*"
@@ -274,7 +272,8 @@ class Ivon:
         else:
             share, found = min(1.0, training.batch_size / num_data), around.coordinates
             lr, memory, radius = min(share, 0.1, 0.5 / found.largest), 1 - min(0.1, 2 * share / 25), math.inf
-            h0 = (found.curvature_diagonal / num_data - decay).clamp_min(0)
+            calm = found.largest if found.regime == "network" else 1.0  # in no direction wider than the curvature's
+            h0 = (max(calm, 1.0) * found.curvature_diagonal / num_data - decay).clamp_min(0)
             own = {"h0": h0, "pairs": True, "rescale_lr": False, "average_after": steps // 2}
         lr = lr if self.lr == "auto" else self.lr
 

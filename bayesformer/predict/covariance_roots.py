@@ -62,10 +62,10 @@ class _Scaling(NamedTuple):
 def _scaling(site: LinearSite, block: Block, shape: tuple[int, int]) -> _Scaling | None:
     """The block in that form, in the orientation of the site's product; None if it has no such form."""
     if isinstance(block, Diagonal):
-        sd = block.variance.sqrt()
+        sd = block.sd
         return _Scaling(sd.view(shape[::-1]).mT if site.turned else sd.view(shape))
     if isinstance(block, KroneckerBasis) and block.complete:
-        scale = block.precisions.rsqrt()
+        scale = block.scales
         if site.turned:
             return _Scaling(scale.mT, block.in_vectors, block.out_vectors)
         return _Scaling(scale, block.out_vectors, block.in_vectors)
@@ -117,9 +117,9 @@ def table_roots(site: EmbeddingSite, slopes: Tensor, block: Block) -> Roots:
     A token that occurs often has its slopes summed where it first occurs; the rest of the table is left out.
     """
     if isinstance(block, Diagonal):
-        deviations, basis = block.variance.view(site.part.shape[0], -1).sqrt(), None
+        deviations, basis = block.sd.view(site.part.shape[0], -1), None
     elif isinstance(block, KroneckerBasis) and block.complete and block.out_vectors is None:
-        deviations, basis = block.precisions.rsqrt(), block.in_vectors
+        deviations, basis = block.scales, block.in_vectors
     else:
         yield from row_roots(site, slopes, block, joint=False)
         return
@@ -148,7 +148,7 @@ def short_roots(members: list[tuple[SIMPLE, Tensor]]) -> Roots:
     for (kind, _), group in alike.items():
         blocks, each = [block for block, _ in group], [rows for _, rows in group]
         if kind is Diagonal:
-            root = torch.cat(each, -1) * torch.cat([block.variance for block in blocks]).sqrt_()
+            root = torch.cat(each, -1) * torch.cat([block.sd for block in blocks])
             yield slice(0, root.shape[1]), root.transpose(0, 1)
         else:
             tril = torch.stack([block.tril for block in blocks])
@@ -178,7 +178,7 @@ class CovarianceRoots:
             raise ValueError(
                 f"weights must follow a Gaussian to be linearised; got {type(law).__name__}. Use predictive='sampled'."
             )
-        self.space, self.places = space, space.slices
+        self.space, self.places, self.device = space, space.slices, law.mean.device
         self.blocks: list[PlacedBlock] = []
         self.factor: dict[str, Tensor] = {}
         for place, block in zip(law.places, law.blocks, strict=True):

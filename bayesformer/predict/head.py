@@ -91,6 +91,37 @@ def add_block(parts: HeadCovariance, block: Block, features: Sequence[Tensor]) -
         )
 
 
+def block_variance(block: Block, features: Sequence[Tensor], outputs: int) -> Tensor:
+    """(..., K): the variances alone of what a block says of the outputs; nothing is K by K."""
+    if isinstance(block, KroneckerBasis) and len(features) == 1:
+        spread, rest = _kronecker_spread(block, features[0])
+        if block.out_vectors is None:
+            return spread
+        squares = block.out_vectors.square()
+        found = spread @ squares.mT
+        if squares.shape[0] == squares.shape[1]:
+            return found
+        return found + rest * (1 - squares.sum(-1)).clamp_min(0)
+    parts = HeadCovariance(features[0].new_zeros(*features[0].shape[:-1], outputs), 1)
+    add_block(parts, block, features)
+    found = parts.diagonal
+    for root in parts.added:
+        found = found + root.square().sum(-1)
+    for root in parts.removed:
+        found = found - root.square().sum(-1)
+    return found.clamp_min(0)
+
+
+def _kronecker_spread(block: KroneckerBasis, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_j (q_jᵀφ)² / D_kj for every output vector k (..., k), and |φ|² / d for outputs outside them (..., 1)."""
+    rotated = features if block.in_vectors is None else features @ block.in_vectors
+    spread = rotated.square() @ block.precisions.reciprocal().mT
+    if block.in_vectors is not None and block.in_vectors.shape[0] != block.in_vectors.shape[1]:
+        rest = features.square().sum(-1, keepdim=True) - rotated.square().sum(-1, keepdim=True)
+        spread = spread + rest.clamp_min(0) / block.prior  # features outside the vectors see the prior
+    return spread, features.square().sum(-1, keepdim=True) / block.prior
+
+
 def _variances(variance: Tensor, features: Sequence[Tensor], outputs: int) -> Tensor:
     """(..., K): Σ_i σ²_ki φ_i²."""
     own = variance.split([outputs * f.shape[-1] for f in features])
@@ -108,12 +139,7 @@ def contract(columns: Tensor, features: Sequence[Tensor], outputs: int) -> Tenso
 
 
 def _add_kronecker(parts: HeadCovariance, block: KroneckerBasis, features: Tensor) -> None:
-    rotated = features if block.in_vectors is None else features @ block.in_vectors
-    inverse = block.precisions.reciprocal()
-    spread = rotated.square() @ inverse.mT  # (..., k)
-    if block.in_vectors is not None and block.in_vectors.shape[0] != block.in_vectors.shape[1]:
-        rest = features.square().sum(-1, keepdim=True) - rotated.square().sum(-1, keepdim=True)
-        spread = spread + rest.clamp_min(0) / block.prior  # features outside the vectors see the prior
+    spread, size = _kronecker_spread(block, features)  # (..., k), (..., 1)
     if block.out_vectors is None:
         parts.diagonal = parts.diagonal + spread
         return
@@ -128,7 +154,6 @@ def _add_kronecker(parts: HeadCovariance, block: KroneckerBasis, features: Tenso
     parts.added.append(vectors_kept * spread_kept.sqrt().unsqueeze(-2))
     if vectors.shape[1] != outputs:
         # c (I - U Uᵀ) for the outputs outside the vectors, which see the prior: c = |φ|² / d.
-        size = features.square().sum(-1, keepdim=True) / block.prior
         if outputs > SQUARE:
             parts.diagonal = parts.diagonal + size * (1 - vectors.square().sum(-1)).clamp_min(0)
         else:

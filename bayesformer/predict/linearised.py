@@ -39,6 +39,8 @@ WIDEST = 2048  # outputs per position up to which their covariance is formed
 ROOTS = 2**27  # numbers of Jacobian roots kept while all columns of a basis are collected
 FACTOR = 2**27  # numbers in a factor over outputs, 512 MiB in float32; beyond, its rank is cut
 SLOPES = 2**27  # numbers of slopes at all layers that one backward pass may give, 512 MiB in float32
+IN_TURN = 4  # columns that go back one after another on a CPU: a batched pass pays for more of them only
+NEAR = 2**24  # numbers of slopes that one such pass gives: more leave the cache
 UNKNOWN = 4096  # examples that a stream of unknown length is taken to have
 
 
@@ -55,6 +57,10 @@ class FinalLayer(NamedTuple):
 class Found:
     """What the first batches have shown of a model; it belongs to one `Linearised`, hence to one thread."""
 
+    outputs: int | None = None
+    """of an example, by the first examples; it decides how columns go back, not what they are"""
+    slopes: int = 0
+    """numbers of slopes at all layers that an example has for one column"""
     last: nn.Linear | None = None
     """the layer that gives the outputs, where it alone has spread"""
     searched: bool = False
@@ -87,7 +93,7 @@ class Linearised:
         `num_data` is the number of all examples, where it is known: beside the result, of that length, only what one
         batch takes is in memory.
         """
-        parts = (part for batch in batches for part in self._pieces(batch, num_data or UNKNOWN))
+        parts = (part for batch in batches for part in self.pieces(batch, num_data or UNKNOWN))
         with torch.inference_mode(False), torch.no_grad():
             return join_outputs(parts, num_data)
 
@@ -104,6 +110,7 @@ class Linearised:
         if self.capture is None:
             mean = self._without_spread(inputs).mean
             return mean, mean.new_zeros(mean.numel(), mean.numel())
+        self.capture.columns = None  # an earlier batch may have had few
         outputs, sites = self.capture.adapting(inputs)
         mean = outputs.detach().to(self.space.dtype)
         covariance = mean.new_zeros(mean.numel(), mean.numel())
@@ -115,7 +122,7 @@ class Linearised:
 
     # One batch.
 
-    def _pieces(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
+    def pieces(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
         """A batch in as many pieces as its slopes need to fit in memory; `examples` is how many there are in all."""
         if self.capture is None:
             yield self._without_spread(inputs)
@@ -123,12 +130,13 @@ class Linearised:
         if (found := self._last_layer_only(inputs, examples)) is not None:
             yield found
         else:
-            yield from self._backward(inputs, examples)
+            for piece in self.near(inputs):
+                yield from self._backward(piece, examples)
 
     def _backward(self, inputs: Inputs, examples: int) -> Iterator[GaussianOutputs]:
         """By backward passes from the features of the last layer, or from the outputs, once it is known which."""
-        batch = self._captured(inputs)
-        head, mean = self._head(features_of(batch.outputs, batch.sites)), batch.mean
+        batch = self.captured(inputs)
+        head, mean = self.head_blocks(features_of(batch.outputs, batch.sites)), batch.mean
         if len(head) == len(self.roots.blocks) and not self.roots.factor:
             yield self._by_head(inputs, batch, head, examples)
             return
@@ -157,8 +165,12 @@ class Linearised:
             mean = apply(self.module, inputs).to(self.space.dtype)
         return GaussianOutputs(mean, torch.zeros_like(mean))
 
-    def _captured(self, inputs: Inputs) -> BatchSites:
+    def captured(self, inputs: Inputs, columns: int | None = None) -> BatchSites:
+        """A batch after its forward pass, from which as many columns will go back; as many as outputs by default."""
         assert self.capture is not None
+        if columns is None:
+            columns = self._outputs(inputs)
+        self.capture.columns = 1 if self.in_turn(columns) else columns
         if self.found.final is None:
             outputs, sites = self.capture.adapting(inputs)
             return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, None)
@@ -172,6 +184,27 @@ class Linearised:
         known = features is not None and out is outputs and features.requires_grad
         return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, features if known else None)
 
+    def _outputs(self, inputs: Inputs) -> int:
+        """How many outputs an example has, by the trial that is made on the first examples in any case."""
+        assert self.capture is not None
+        if self.found.outputs is None:
+            outputs, sites = self.capture.probe(inputs)
+            self.found.outputs = outputs[0].numel()
+            self.found.slopes = slope_numbers(sites) // len(outputs)
+        return self.found.outputs
+
+    def near(self, inputs: Inputs, columns: int | None = None) -> Iterator[Inputs]:
+        """A batch in pieces of so few examples that the slopes of their columns stay near, where they go in turn."""
+        columns = columns or self._outputs(inputs)
+        if not self.in_turn(columns):
+            return iter([inputs])
+        self._outputs(inputs)
+        return _chunks(inputs, max(1, NEAR // max(1, columns * self.found.slopes)))
+
+    def in_turn(self, columns: int) -> bool:
+        """Whether so many columns go back one after another."""
+        return columns <= IN_TURN and self.roots.device.type == "cpu"
+
     # Only the last layer has spread.
 
     def _by_head(
@@ -183,7 +216,7 @@ class Linearised:
         if found is not None:
             return found
         self.found.last = None
-        return self._closed_form(batch.mean, head, _rank(batch.mean, examples)).outputs(batch.mean)
+        return self.closed_form(batch.mean, head, factor_rank(batch.mean, examples)).outputs(batch.mean)
 
     def _last_layer_only(self, inputs: Inputs, examples: int) -> GaussianOutputs | None:
         """From a plain forward pass, once the last layer is known; None should its outputs not be the model's."""
@@ -201,7 +234,7 @@ class Linearised:
             return None
         mean, names = outputs.to(self.space.dtype), self._names_by_identity()
         features = {names[id(last.weight)]: seen[0][0].to(mean), names.get(id(last.bias), ""): _ones(mean)}
-        return self._closed_form(mean, self._head(features), _rank(mean, examples)).outputs(mean)
+        return self.closed_form(mean, self.head_blocks(features), factor_rank(mean, examples)).outputs(mean)
 
     def _names_by_identity(self) -> dict[int, str]:
         return {id(p): name for name, p in self.module.named_parameters()}
@@ -216,7 +249,7 @@ class Linearised:
                     return module
         return None
 
-    def _head(self, features: dict[str, Tensor]) -> dict[int, list[Tensor]]:
+    def head_blocks(self, features: dict[str, Tensor]) -> dict[int, list[Tensor]]:
         """Blocks of Σ that lie in the last layer: their numbers, and the features they meet."""
         found = {}
         for number, placed in enumerate(self.roots.blocks):
@@ -225,7 +258,8 @@ class Linearised:
                 found[number] = [features[name] for name in placed.names]
         return found
 
-    def _closed_form(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> HeadCovariance:
+    def closed_form(self, mean: Tensor, head: dict[int, list[Tensor]], rank: int) -> HeadCovariance:
+        """The covariance of the outputs due to blocks of the last layer, from the features they meet."""
         found = HeadCovariance(torch.zeros_like(mean), rank)
         for number, features in head.items():
             add_block(found, self.roots.blocks[number].block, features)
@@ -260,7 +294,7 @@ class Linearised:
             for piece in _chunks(inputs, few):
                 yield from self._backward(piece, examples)
         else:
-            yield self._through_final(batch, head, final, _rank(batch.mean, examples))
+            yield self._through_final(batch, head, final, factor_rank(batch.mean, examples))
 
     def _through_final(
         self, batch: BatchSites, head: dict[int, list[Tensor]], final: FinalLayer, rank: int
@@ -273,7 +307,7 @@ class Linearised:
         inner = final.inner.new_zeros(len(mean), positions, size, size)
         for position in range(positions):
             inner[:, position] = final.inner @ self._feature_covariance(features, below, position) @ final.inner.mT
-        found = self._closed_form(mean, head, rank)
+        found = self.closed_form(mean, head, rank)
         factor, left = _through(final.basis, inner, min(rank, size))
         found.diagonal = found.diagonal + left.view(mean.shape)
         found.added.append(factor.view(*mean.shape, -1))
@@ -301,7 +335,9 @@ class Linearised:
         at_once = max(1, COLUMNS // width)
         for start in range(0, positions, at_once):
             stop = min(start + at_once, positions)
-            slopes = backpropagate(batch.sites, batch.outputs, one_hot(batch.outputs, start * width, stop * width))
+            columns = one_hot(batch.outputs, start * width, stop * width)
+            together = self.capture is None or self.capture.columns != 1
+            slopes = backpropagate(batch.sites, batch.outputs, columns, together=together)
             with torch.no_grad():
                 for some, root in self.roots(batch.sites, slopes):
                     covariance[some, start:stop].add_(gram(root, width))
@@ -331,7 +367,7 @@ def _few_enough(batch: BatchSites) -> int:
     return max(1, SLOPES * len(batch.mean) // max(1, columns * slope_numbers(batch.sites)))
 
 
-def _rank(mean: Tensor, examples: int) -> int:
+def factor_rank(mean: Tensor, examples: int) -> int:
     """Columns of a factor over outputs for which those of all examples fit in memory."""
     return max(1, FACTOR // (examples * mean[0].numel()))
 

@@ -21,23 +21,27 @@ from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import shadow
 from bayesformer.model.space import Space
 from bayesformer.model.starting import adapters_of
+from bayesformer.predict.streamlined.output_calibration import Calibration
 from bayesformer.version import __version__
 
 if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
 
 FORMAT = 2
+CALIBRATION = "calibration"  # of streamlined prediction, where there is one
 TENSORS, FACTS = "posterior.safetensors", "posterior.json"
 PLAIN = ("noisy_draws", "dropout_rate", "default_draws", "predictive", "link")
 
 
-def save(posterior: Posterior, folder: Path) -> Path:
+def save(posterior: Posterior, folder: Path, calibration: Calibration | None = None) -> Path:
     """Write both files; the JSON comes last, so that a folder without it is a save that did not finish."""
     model, infer = unwrap(posterior.model), posterior.infer
     learned = {*infer}
     frozen = {name: p.detach() for name, p in family_weights(model).items() if name not in learned}
     frozen |= posterior.frozen
     tensors = {**posterior.law.tensors(), **{f"frozen.{name}": p for name, p in frozen.items()}}
+    if calibration is not None:
+        tensors |= {f"{CALIBRATION}.{name}": t for name, t in calibration.tensors().items()}
     facts = {
         "format": FORMAT,
         "version": __version__,
@@ -53,6 +57,8 @@ def save(posterior: Posterior, folder: Path) -> Path:
         "base": base_fingerprint(model, {*learned, *frozen}),
         "facts": plain(posterior.facts),
     }
+    if calibration is not None:
+        facts[CALIBRATION] = calibration.facts()
     write_tensors(folder / TENSORS, tensors, {"format": FORMAT})
     write_json(folder / FACTS, {**facts, "checksum": _sum(tensors, facts)})
     return folder
@@ -72,7 +78,7 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     tensors = read_tensors(folder / TENSORS, "posterior")
     if saved.pop("checksum", None) != _sum(tensors, saved):
         raise DamagedFileError(f"posterior {folder} was altered: its checksum differs.")
-    frozen = {k.removeprefix("frozen."): v for k, v in tensors.items() if k.startswith("frozen.")}
+    frozen, apart = _under(tensors, "frozen"), _under(tensors, CALIBRATION)
     preparation, space = Preparation.from_json(saved["preparation"]), Space.from_json(saved["space"])
     adapters = adapters_of(model)
     if saved.get("adapters", adapters) != adapters:
@@ -86,7 +92,9 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     if saved["base"] != base_fingerprint(base, {*infer, *frozen}):
         raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
     device = dict(base.named_parameters())[infer[0]].device
-    law = from_tensors({k: v.to(device) for k, v in tensors.items() if not k.startswith("frozen.")})
+    own = {k: v for k, v in tensors.items() if k.partition(".")[0] not in {"frozen", CALIBRATION}}
+    law = from_tensors({k: v.to(device) for k, v in own.items()})
+    calibration = Calibration.load(saved[CALIBRATION], apart).to(law.mean) if CALIBRATION in saved else None
     return {
         "model": base,
         "likelihood": likelihoods.from_json(saved["likelihood"]),
@@ -99,7 +107,13 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
         "tempering": saved.get("tempering", 1.0),
         "facts": saved["facts"],
         "frozen": {name: p.to(device) for name, p in frozen.items()},
+        "calibration": None if calibration is None else (law, calibration),
     }
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix and a dot, without it."""
+    return {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:

@@ -6,9 +6,10 @@ from typing import Literal, TypeAlias, get_args
 
 from bayesformer.core.errors import unknown_name
 
-Way: TypeAlias = Literal["sampled", "linearised", "streamlined"]
+Way: TypeAlias = Literal["sampled", "linearised", "streamlined", "one_pass"]
 """From weights to outputs: a forward pass per draw of the weights; the network made linear in its weights, whose
-outputs are Gaussian; or moments carried through one forward pass."""
+outputs are Gaussian; the same for a few passes, with the pattern over outputs calibrated beforehand; or moments carried
+through one forward pass, which are far too small on trained transformers."""
 WAYS: tuple[str, ...] = get_args(Way)
 
 

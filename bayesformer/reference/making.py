@@ -64,11 +64,12 @@ def sampled(
     problem: ReferenceProblem, data: ProblemData, checkpoint: Path, reporter: Reporter, workers: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Outputs under draws of a long chain, thinned, with R-hat of every function value; and how they were made."""
+    small, likelihood = problem.condensed(data)
     posterior = problem.sampler.fit(
         Problem(
             model=problem.model,
-            likelihood=problem.likelihood,
-            data=as_batches(data.train, "train"),
+            likelihood=likelihood,
+            data=as_batches(small.train, "train"),
             training=problem.training,
             strategy="processes" if workers > 1 else "auto",
             workers=workers if workers > 1 else None,

@@ -84,6 +84,10 @@ class ReferenceProblem(ABC):
         """How methods train on it unless told otherwise: the library's defaults."""
         return Training()
 
+    def condensed(self, data: ProblemData) -> tuple[ProblemData, Likelihood]:
+        """Data and likelihood with the very same posterior that cost less, from which a sampled reference is made."""
+        return data, self.likelihood
+
     def exact(self, data: ProblemData) -> dict[str, GaussianOutputs] | None:
         """The posterior of the outputs by region where it is known in closed form, else None."""
         del data

@@ -40,7 +40,8 @@ from bayesformer.methods import Problem, Vi
 from bayesformer.model.calling import apply
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
-from bayesformer.predict.streamlined import Settings, streamlined_outputs
+from bayesformer.predict.linearised import Linearised
+from bayesformer.predict.one_pass import Settings, one_pass_outputs
 from bayesformer.train.training import Training
 
 DRAWS = 10_000
@@ -60,8 +61,8 @@ VARIANTS: dict[str, Settings] = {
         queries_keys="first_order",
         tokens="shared",
     ),
-    "correlated": Settings(mode="correlated"),
 }
+LINEARISED = "linearised"
 SAMPLED = "50 draws"
 
 
@@ -232,9 +233,12 @@ def measure(case: Case, draws: int) -> list[Row]:
     unit = seconds_of(plain)
     rows = []
     for name, settings in VARIANTS.items():
-        found = streamlined_outputs(case.model, case.space, case.law, [inputs], settings)
-        work = partial(streamlined_outputs, case.model, case.space, case.law, [many], settings)
+        found = one_pass_outputs(case.model, case.space, case.law, [inputs], settings)
+        work = partial(one_pass_outputs, case.model, case.space, case.law, [many], settings)
         rows.append(compare(case, name, found, truth, seconds_of(work) / unit))
+    linearised = Linearised(case.model, case.space, case.law)
+    cost = seconds_of(lambda: Linearised(case.model, case.space, case.law)(many)) / unit
+    rows.append(compare(case, LINEARISED, linearised(inputs), truth, cost))
     sampled = monte_carlo(case, inputs, 50, seed=1)
     cost = seconds_of(partial(monte_carlo, case, many, 50, seed=1)) / unit
     rows.append(compare(case, SAMPLED, sampled, truth, cost))

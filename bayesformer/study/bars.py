@@ -74,6 +74,11 @@ RIGHT: dict[str, dict[str, Any]] = {
     "laplace full": {"structure": "full"},
     "laplace kron": {},
     "laplace diag": {"structure": "diag"},
+    "vi": {},
+    "vi dense": {"kind": "dense"},
+    "ivon": {},
+    "ekf": {},
+    "ekf dense": {"kind": "dense"},
 }
 """Methods as they are called, with what chooses their family alone."""
 DIAGONAL = {"laplace diag", "vi", "ivon", "ekf"}

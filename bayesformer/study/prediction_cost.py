@@ -19,7 +19,7 @@ from bayesformer.bench.statistics import BASELINE, Result, Summary, summarise
 from bayesformer.evaluate.catalogue import describe
 from bayesformer.methods import METHODS
 
-WAYS = ("sampled", "linearised", "streamlined")  # a marker each
+WAYS = ("sampled", "linearised", "streamlined", "one_pass")  # a marker each
 GAP = "oracle_gap"
 COLUMNS = 4  # panels side by side
 
@@ -126,7 +126,7 @@ def _key_label(entry: CostEntry) -> str:
 
 
 def _shape(entry: CostEntry) -> int:
-    return WAYS.index(entry.way) if entry.way else 3 + (entry.family == BASELINE)
+    return min(WAYS.index(entry.way), 2) if entry.way else 3 + (entry.family == BASELINE)  # five markers there are
 
 
 def _panel(found: Mapping[CostEntry, Place], styles: Mapping[str, str], label: str) -> Plot:

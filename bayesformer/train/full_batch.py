@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bayesformer.core.effort import note
 from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch
 from bayesformer.data import as_batches
@@ -77,6 +78,7 @@ class FullBatch:
         assert shell.grad is not None
         self.prior.write(shell.theta, shell.grad, -1.0)
         for batch in self._batches():
+            note(len(batch.targets))
             with self._pass(), torch.enable_grad():
                 loss = -self._log_prob(batch).sum()
                 loss.backward()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from bayesformer.core.doubts import Doubt
 from bayesformer.laws import GaussianLaw
@@ -18,39 +19,50 @@ PAIRS = 4  # draws ±ε on all data
 FAR = 2.0  # rise of U under draws, over that of a Gaussian: as for ρ
 MOVES = 0.3  # standard deviations that the mean has to go
 GROWS = 0.25  # that the logarithm of the standard deviations has to go, on average over the weights
-ERRORS = 3  # standard errors that it is given
+ERRORS = 3  # standard errors that both are given
+FEWEST = 0.1  # weights that the data determine, at least
 
 
 class Arrival(NamedTuple):
     """Where a Gaussian q stands on U / τ, from pairs of draws over all data."""
 
-    rise: float  # mean rise of U under draws of q over its mean, over P τ / 2: 1 for the best Gaussian of any form
+    rise: float  # mean rise of the negative log-likelihood under draws of q, over that of a Gaussian posterior
+    rise_error: float  # its standard error
     mean_step: float  # root mean square of q's root times E_q[∇U] / τ: how far the mean has to go, in sds of q
     growth: float  # mean over the weights of ½ ∂ELBO / ∂log σ, which is how far log σ has to go
     growth_error: float  # its standard error
 
 
-def arrival(batch: FullBatch, law: GaussianLaw, temperature: float, seed: int) -> Arrival:
+def arrival(batch: FullBatch, law: GaussianLaw, prior_precision: Tensor, temperature: float, seed: int) -> Arrival:
     """Pairs of draws and the gradients there.
 
     At the optimum of the evidence lower bound of q = N(μ, L Lᵀ) with diagonal or dense L, E_q[∇U] = 0 and
     E_q[(θ - μ)ᵀ ∇U] = P τ (Opper & Archambeau 2009, section 3). The square of E_q[∇U] is estimated by products of
-    different pairs, so that the noise of the draws is not in it.
+    different pairs, so that the noise of the draws is not in it. Under draws of the best Gaussian, of any form, the
+    negative log-likelihood rises by ½ τ Σ_i (1 - Π_i Σ_ii / τ): half the number of weights that the data determine.
+    The prior's share is left out, for it would hide a loss of likelihood where most weights are the prior's.
     """
-    base, rises, works, steps = batch.potential(law.mean), [], [], []
+
+    def prior(theta: Tensor) -> float:
+        return float(batch.prior.log_prob(theta).double())
+
+    base, rises, works, steps = batch.potential(law.mean) + prior(law.mean), [], [], []
     for draw in range(PAIRS):
         away = law.row(draw, seed) - law.mean
         (above, uphill), (below, downhill) = (batch.slope(law.mean + side) for side in (away, -away))
-        rises.append((above + below) / 2 - base)
+        rises.append((above + below + prior(law.mean + away) + prior(law.mean - away)) / 2 - base)
         works.append(float(away.double() @ (uphill - downhill).double()) / 2)
         mean = (uphill + downhill) / 2
         white = [block.times_root(mean[place]) for place, block in zip(law.places, law.blocks, strict=True)]
         steps.append(torch.cat(white).double())
     rows, scale = torch.stack(steps), law.size * temperature
     products = rows.sum(0).square().sum() - rows.square().sum()
+    determined = float((1 - prior_precision * law.variance() / temperature).clamp_min(0).double().sum())
+    losses = torch.tensor(rises, dtype=torch.float64, device="cpu") * 2 / (temperature * max(determined, FEWEST))
     growths = 0.5 * (1 - torch.tensor(works, dtype=torch.float64, device="cpu") / scale)
     return Arrival(
-        rise=2 * sum(rises) / PAIRS / scale,
+        rise=float(losses.mean()),
+        rise_error=float(losses.std()) / PAIRS**0.5,
         mean_step=math.sqrt(max(float(products) / (PAIRS * (PAIRS - 1) * law.size), 0.0)) / temperature,
         growth=float(growths.mean()),
         growth_error=float(growths.std()) / PAIRS**0.5,
@@ -87,16 +99,17 @@ def regime_doubts(found: Coordinates, family: str) -> list[Doubt]:
     return [Doubt("regime", sentence, value, RISE)]
 
 
-def arrival_doubts(found: Arrival, largest: float, variational: bool = True) -> list[Doubt]:
+def arrival_doubts(found: Arrival, largest: float, variational: bool = True, network: bool = False) -> list[Doubt]:
     """Whether draws of q are as good as its mean promises and, of a variational law, whether its bound still rises.
 
     `largest` is the largest curvature in units of q's: a mean step over its root is at most the distance that is left,
     in standard deviations of the posterior.
     """
-    if not found.rise <= FAR:
+    if not found.rise - ERRORS * found.rise_error <= FAR:
         sentence = (
             f"Draws of this Gaussian score far below its mean: they raise the loss {found.rise:.2g} times as much as "
-            "those of a Gaussian posterior would. Its spread is too wide; lower its temperature, or use Sghmc()."
+            "those of a Gaussian posterior would. Its spread is too wide to be sampled: use predictive='linearised', a "
+            "temperature below 1, or Sghmc()."
         )
         return [Doubt("draws", sentence, found.rise, FAR)]
     far, grows = found.mean_step / max(largest, 1.0) ** 0.5, abs(found.growth) - ERRORS * found.growth_error
@@ -104,8 +117,10 @@ def arrival_doubts(found: Arrival, largest: float, variational: bool = True) -> 
         return []
     sentence = (
         f"The evidence lower bound still rises: the mean has at least {far:.2g} standard deviations to go, and their "
-        f"size a factor of about {math.exp(min(found.growth, 50.0)):.2g}. Give it more epochs."
+        f"size a factor of about {math.exp(min(found.growth, 50.0)):.2g}. "
     )
+    wider = "With more epochs it will be wider, which on networks often predicts worse."
+    sentence += wider if network else "Give it more epochs."
     value, threshold = (far, MOVES) if far > MOVES else (found.growth, GROWS)
     return [Doubt("elbo", sentence, value, threshold)]
 
@@ -123,5 +138,6 @@ def gaussian_doubts(
     """All of them, for a law over the inferred weights."""
     doubts = [*mode_doubts(found), *regime_doubts(found, family)]
     if temperature > 0 and batch.is_objective and law.blocks:
-        doubts += arrival_doubts(arrival(batch, law, temperature, seed), found.largest, variational)
+        where = arrival(batch, law, found.prior_precision, temperature, seed)
+        doubts += arrival_doubts(where, found.largest, variational, found.regime == "network")
     return doubts

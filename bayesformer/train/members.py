@@ -56,6 +56,8 @@ class Stage:
     training: Training
     build: BuildTransform = build_optimiser
     prior: VectorPrior | None = None
+    priors: Sequence[VectorPrior] | None = None
+    """the prior of each member, where they differ"""
     validation: Batches | None = None
     kl_weight: KlWeight | None = None
     terms: tuple[Term, ...] = ()
@@ -71,6 +73,8 @@ class Stage:
     """where members start; None asks the prototype"""
     skeletons: Sequence[Skeleton] | None = None
     """the skeleton of each member, where its fixed weights are its own; None: the prototype's for all"""
+    alone: str | None = None
+    """why members cannot run in lockstep, where the transform is what forbids it"""
     identity: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -112,7 +116,7 @@ class Stage:
             shell,
             prototype.likelihood,
             count,
-            self.prior,
+            self.prior if self.priors is None else self.priors[members[0]],
             kl_weight=self.kl_weight,
             terms=self.terms,
             samples=self.samples,
@@ -193,7 +197,10 @@ class Stage:
         made, data = self.prototype, self.prototype.data.tensors
         if data is None:
             return "the data are not tensors in memory, and members read them in different orders"
+        if self.alone is not None:
+            return self.alone
         rules = (
+            (self.priors is not None, "every member has a prior of its own"),
             (self.chunk is not None, "steps on all data take as many evaluations as the trajectory of each chain"),
             (self.skeletons is not None, "every member has fixed weights of its own"),
             (

@@ -24,6 +24,25 @@ INITS = ("given", "fresh", "head")
 
 
 @dataclass(frozen=True)
+class Models:
+    """Models that are there already, for members to start from: member i from the i-th, in turn."""
+
+    models: tuple[nn.Module, ...]
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("models must hold at least one model; got none.")
+
+    def __call__(self) -> nn.Module:
+        """The model of the first member."""
+        return self.models[0]
+
+    def of(self, member: int) -> nn.Module:
+        """The model that a member starts from."""
+        return self.models[member % len(self.models)]
+
+
+@dataclass(frozen=True)
 class Problem:
     """Everything a method needs to know."""
 
@@ -78,7 +97,8 @@ class Method(Protocol):
     """Anything with `fit(problem) -> Posterior`.
 
     A tuple `AFTER_TRAINING` on its class may name the settings that come into play after training: the runner then
-    trains once for all variants that differ in these alone.
+    trains once for all variants that differ in these alone. A method `fit_trained(problem)` takes the place of `fit`
+    where the model is trained already and needs no more training.
     """
 
     def fit(self, problem: Problem) -> Posterior:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from bayesformer.attention import family_weights
 from bayesformer.core.seeds import generator, stream
 from bayesformer.core.strategy import all_tensors
-from bayesformer.core.types import Batch, Params
+from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
+from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
@@ -25,9 +27,10 @@ from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_adapters
-from bayesformer.train.problem import Problem
+from bayesformer.train.problem import Models, Problem
 
 TRIAL_EXAMPLES = 2  # examples that a model is tried on
+SOME_INPUTS = 32  # kept with a Gaussian posterior, for its calibration
 log = logging.getLogger("bayesformer")
 
 
@@ -88,6 +91,16 @@ class Prototype:
         """Numbers in all tensors that a forward pass makes of one example: how many examples a pass should take."""
         shell, batch = self.skeleton.shell(gradients=False), self.trial_batch
         return all_tensors(lambda: self.trial(shell, batch)) // len(batch.targets)
+
+    @cached_property
+    def some_inputs(self) -> Inputs:
+        """Inputs of a few examples from all over the data where they can be read by index, else of the first."""
+        whole = self.data.tensors
+        if whole is None:
+            return self.data.first(SOME_INPUTS).inputs
+        count = len(first_tensor(whole.inputs))
+        index = torch.linspace(0, count - 1, min(SOME_INPUTS, count), device="cpu").round().to(torch.int64)
+        return map_inputs(whole.inputs, lambda x: x[index.to(x.device)])
 
     @cached_property
     def probed(self) -> Probe:
@@ -170,7 +183,7 @@ class Prototype:
         with stream(problem.seed, "init", member):
             skeleton = self.skeleton
             if not given or self.preparation.changes:
-                model = self.model if given else problem.model()
+                model = self.model if given else built(problem.model, member)
                 prepared = self.preparation(shadow(model, self.chosen.names))
                 skeleton = Skeleton(prepared, self.space)
             shell = skeleton.shell(gradients=False)
@@ -218,6 +231,11 @@ class Prototype:
             self.likelihood.check(full, targets.to(outputs.device), None if mask is None else mask.to(outputs.device))
         except ValueError as error:
             raise ValueError(f"{label} data: {error}") from error
+
+
+def built(factory: Any, member: int) -> nn.Module:
+    """The model that a function builds for a member; one of `Models` has its own for each."""
+    return factory.of(member) if isinstance(factory, Models) else factory()
 
 
 def _refuse_merged(model: nn.Module, chosen: Space) -> None:

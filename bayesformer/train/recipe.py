@@ -261,5 +261,6 @@ def posterior_of(prototype: Prototype, law: Law, facts: dict[str, Any], **how: A
         held=prototype.noisy_held,
         frozen=prototype.own_frozen,
         facts=facts,
+        examples=prototype.some_inputs if isinstance(law, GaussianLaw) else None,
         **how,
     )

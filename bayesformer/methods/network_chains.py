@@ -1,0 +1,283 @@
+"""Chains of SGHMC and BAOAB where the posterior is a network's: `inference.stiff_baoab`, from anchored optima."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from bayesformer.core.doubts import Doubt, recorded
+from bayesformer.core.memory import room_for
+from bayesformer.core.types import Draws, Inputs, LogJoint, Transform
+from bayesformer.data.inputs import map_inputs, tensors_of
+from bayesformer.inference import stiff_baoab
+from bayesformer.inference.diagnostics import effective_sample_size
+from bayesformer.inference.linear_algebra import power_iteration
+from bayesformer.inference.stiff_baoab import StiffSettings, StiffState
+from bayesformer.layers import has_random_parts
+from bayesformer.posterior import Posterior
+from bayesformer.train.anchored import anchored_optima, prior_scale
+from bayesformer.train.coordinates import centred
+from bayesformer.train.full_batch import FullBatch
+from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
+from bayesformer.train.network_plan import FEWEST_ROWS, NetworkPlan, doubt_of_length, forecast, plan
+from bayesformer.train.objective import Objective
+from bayesformer.train.prototype import Prototype
+from bayesformer.train.recipe import (
+    Modes,
+    SubsetStage,
+    find_modes,
+    is_proper,
+    mode_training,
+    posterior_of,
+    subset_stage,
+    vector_prior,
+)
+from bayesformer.train.training import Training
+from bayesformer.train.vector_prior import VectorPrior
+from bayesformer.train.whole_data import WholeDataObjective
+
+if TYPE_CHECKING:
+    from bayesformer.methods.chain_run import ChainRun
+
+FRICTION = 0.3
+TIMES = 5  # the training's epochs, for weights that start fresh
+PRODUCTS, EXAMPLES = 5, 100  # for the largest curvature before the chains run
+HOT = 1.2  # kinetic temperature above which the spread is too wide
+ASKED = 32  # examples at which the draws are compared
+LOOKED_AT = 512  # outputs among them
+FAR = 3.0  # how many times farther from their mean they are put, to be off the data
+SAFE = 6.0  # the forecast was right within this factor on all problems it was tried on
+log = logging.getLogger("bayesformer")
+
+
+@dataclass(frozen=True)
+class NetworkBuild:
+    """Builds the chain of one member; the metric is the prior's scale."""
+
+    prototype: Prototype
+    plan: NetworkPlan
+    temperature: float
+    friction: float
+    burn_in: float
+
+    def __call__(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG002
+        """The transform of a log joint over all data, in evaluation mode."""
+        assert isinstance(log_joint, Objective)
+        log_joint.shell.module.eval()
+        settings = StiffSettings(
+            temperature=self.temperature / num_data,
+            longest=self.plan.longest,
+            friction=self.friction,
+            rows=self.plan.rows,
+            burn_in=round(self.burn_in * steps),
+        )
+        scale = prior_scale(log_joint.prior, log_joint.shell.theta) * math.sqrt(self.temperature)
+        return stiff_baoab.build(WholeDataObjective(log_joint, self.prototype.data), scale, settings)
+
+
+def why_not(run: ChainRun) -> str | None:
+    """Why this recipe cannot be used: gradients at two weights must be those of one function, and of all data."""
+    made = run.prototype
+    rules = (
+        (run.method.temperature == 0, "at temperature 0 there is nothing to sample"),
+        (bool(run.method.cycles or run.method.decay), "its step size follows the curvature, not a schedule"),
+        (run.method.warm_up is not None, "a warm_up was given"),
+        (has_random_parts(made.prepared), "layers or attention of the model are random"),
+        (made.evaluation_randomness.kind != "none", "the model draws random numbers in evaluation mode"),
+        (made.data.resumable != "exact", "a stream cannot be read again every few steps"),
+    )
+    return next((reason for holds, reason in rules if holds), None)
+
+
+def fit_network_chains(run: ChainRun) -> Posterior:
+    """Anchored optima for weights that start fresh, else the mode; then chains with variance reduced gradients."""
+    fixed = plan_of(run)
+    run = replace(run, count=fixed.chains, earlier=run)
+    part, trainings = starts_of(run, fixed)
+    largest = largest_at(part, vector_prior(run.prototype, run.method.prior, part.space))
+    log.info(forecast(fixed, largest))
+    doubts = doubt_of_length(fixed, largest, run.name) + _of_model(run)
+    for doubt in doubts:
+        log.warning(doubt.sentence)
+    fitted = fit_stage(chain_stage(run, part, fixed), fixed.chains)
+    measured = _measured(fitted, fixed, largest)
+    doubts += _of_temperature(measured, fixed.chains * part.space.size)
+    facts = facts_of(run.name, run.method, run.prototype, *trainings, fitted)
+    facts |= {"chains": fixed.chains, "starts": _starts(run), "network": measured}
+    made = posterior_of(run.prototype, part.samples(fitted), facts)
+    measured |= worth_of(made, run.prototype, fixed.chains)
+    return posterior_of(run.prototype, made.law, facts | recorded(doubts + _of_draws(measured)))
+
+
+def plan_of(run: ChainRun) -> NetworkPlan:
+    """How the epochs are spent: as given, five times the training's for fresh weights, or once."""
+    method, made = run.method, run.prototype
+    trained = mode_training(made, 1.0).epochs
+    epochs = trained * (TIMES if run.fresh else 1) if method.epochs == "auto" else method.epochs
+    size = made.space.select(method.subset).size * made.space.dtype.itemsize
+    draws = 1 if method.draws == "auto" else method.draws
+    return plan(
+        run.problem.num_data,
+        epochs,
+        trained,
+        fresh=run.fresh,
+        chains=None if method.chains == "auto" else method.chains,
+        batch=made.data.batch_size,
+        most_rows=max(FEWEST_ROWS, room_for(2 * size, made.skeleton.device)),
+        fewest_steps=math.ceil(draws / (1 - method.burn_in)) + 1,
+    )
+
+
+def starts_of(run: ChainRun, fixed: NetworkPlan) -> tuple[SubsetStage, list[Fitted]]:
+    """Where chains start, and the trainings that were made to find it."""
+    made, method = run.prototype, run.method
+    if not run.fresh:
+        known = None if run.earlier is None else vars(run.earlier).get("coordinates")
+        return (run.part if known is None or run.modes.distinct else centred(run.part, [known])), run.trainings
+    # The weights outside a subset are at a mode; all others begin at the anchor, whatever the start.
+    share = 1.0 if is_proper(made, method.subset) else 0.0
+    modes = find_modes(made, run.name, method.prior, share, fixed.chains)
+    part = subset_stage(made, modes, method.subset)
+    prior, label = vector_prior(made, method.prior, part.space), f"{run.name}-anchored"
+    found = anchored_optima(
+        made, label, prior, part.starts, fixed.optimum, part.skeletons, repr(method), method.temperature
+    )
+    at = Modes(found.theta, found.buffers, found)
+    stages = run.trainings + [stage for stage in (modes.stage, found) if stage is not None]
+    return replace(part, starts=[at.start(chain) for chain in range(fixed.chains)]), stages
+
+
+def largest_at(part: SubsetStage, prior: VectorPrior) -> float:
+    """λ at the start of the first chain, in the prior's metric, from some of the examples."""
+    start, made = part.starts[0], part.prototype
+    batch = FullBatch(made, made.skeleton if part.skeletons is None else part.skeletons[0], start, prior)
+    scale, times = prior_scale(prior, start.theta), batch.hessian(start.theta, EXAMPLES)
+    return max(power_iteration(lambda v: scale * times(scale * v), start.theta, iterations=PRODUCTS).value, 1.0)
+
+
+def chain_stage(run: ChainRun, part: SubsetStage, fixed: NetworkPlan) -> Stage:
+    """The stage that samples, all modules in evaluation mode."""
+    made, method = run.prototype, run.method
+    per_epoch = made.data.steps(fixed.batch) or math.ceil(fixed.num_data / fixed.batch)
+    training = replace(
+        run.problem.training,
+        epochs=math.ceil(fixed.steps / per_epoch),
+        batch_size=fixed.batch,
+        max_steps=fixed.steps,
+        evaluate_every=None,
+    )
+    friction = getattr(method, "friction", "auto")
+    own = float(friction) * math.sqrt(run.problem.num_data) if friction != "auto" else FRICTION
+    return replace(
+        run.stage(part, training, NetworkBuild(made, fixed, method.temperature, own, method.burn_in)),
+        held=tuple(name for name, _ in made.prepared.named_modules()),
+        alone="every chain decides by itself when it looks at all data",
+    )
+
+
+def _measured(fitted: Fitted, fixed: NetworkPlan, largest: float) -> dict[str, Any]:
+    """What the chains measured on their way, means over chains."""
+    states = [state.measured for state in fitted.states if isinstance(state, StiffState)]
+
+    def mean(values: list[Tensor]) -> float:
+        return float(sum(float(value) for value in values) / len(values))
+
+    return {
+        "forecast": fixed.worth(largest),
+        "temperature": mean([m.kinetic / m.steps.clamp_min(1) for m in states]),
+        "stiff_temperature": mean([m.stiff / m.steps.clamp_min(1) for m in states]),
+        "period": mean([m.period / m.steps.clamp_min(1) for m in states]),
+        "largest_at_start": largest,
+        "largest": max(float(m.largest) for m in states),
+        "time": sum(float(m.time) for m in states),
+        "planned_epochs": fixed.epochs,
+        "optimum_epochs": fixed.chains * fixed.optimum,
+        "sampling_epochs": sum(float(m.examples) for m in states) / fixed.num_data,
+        "batch_size": fixed.batch,
+        "rows": fixed.rows,
+    }
+
+
+def worth_of(posterior: Posterior, prototype: Prototype, chains: int) -> dict[str, float]:
+    """Effective numbers of draws of the outputs, medians: at training inputs, and off the data where these are numbers.
+
+    Off the data are the same inputs three times as far from their mean.
+    """
+    inputs = prototype.data.first(ASKED).inputs
+    found = {"worth_inside": _worth(posterior, inputs, chains)}
+    if all(x.is_floating_point() for x in tensors_of(inputs)):
+        far = map_inputs(inputs, lambda x: x.mean(0) + FAR * (x - x.mean(0)))
+        found["worth_outside"] = _worth(posterior, far, chains)
+    return found
+
+
+def _worth(posterior: Posterior, inputs: Inputs, chains: int) -> float:
+    values = posterior.outputs(inputs)
+    assert isinstance(values, Draws)
+    draws = values.values.flatten(1)  # (C S, Q)
+    if len(draws) < 4 * chains:
+        return math.nan
+    found = effective_sample_size(draws.unflatten(0, (chains, -1))[..., :LOOKED_AT])
+    found = found[~found.isnan()]
+    return float(found.median()) if len(found) else math.nan
+
+
+def _starts(run: ChainRun) -> str:
+    if run.fresh:
+        return "anchored optima, one per chain"
+    return "the mode found from the given weights; chains of one start cannot see other modes"
+
+
+def _of_model(run: ChainRun) -> list[Doubt]:
+    """What the chains leave out or cannot see of the model and the data; said before they run."""
+    made = run.prototype
+    if made.randomness.kind != "none":
+        log.info("dropout is off while %s samples: the draws are of the network as it predicts", run.name)
+    if made.moves_buffers:
+        log.info("running averages are held while %s samples, at the values that training left", run.name)
+    if not made.data.is_random:
+        return []
+    return [
+        Doubt(
+            "augmentation",
+            f"Examples differ from epoch to epoch (augmentation), and {run.name} corrects gradients by examples it saw "
+            "before: the posterior is of neither. Give data without augmentation.",
+        )
+    ]
+
+
+def _of_temperature(measured: dict[str, Any], numbers: int) -> list[Doubt]:
+    """Whether the noise of the batches has heated the chains, by more than momenta fluctuate by themselves."""
+    heat, limit = measured["temperature"], max(HOT, 1 + 3 * math.sqrt(2 / numbers))
+    if not heat > limit:
+        return []
+    return [
+        Doubt(
+            "temperature",
+            f"The chain was too hot by batch noise (kinetic temperature {heat:.2f} instead of 1): its spread is too "
+            "wide. Give it more epochs, whose starts are nearer to the posterior, or data in larger batches.",
+            heat,
+            limit,
+        )
+    ]
+
+
+def _of_draws(measured: dict[str, Any]) -> list[Doubt]:
+    """Whether the draws are worth less than the forecast by more than it is ever wrong."""
+    found = [measured[name] for name in ("worth_inside", "worth_outside") if measured.get(name, math.nan) > 0]
+    promised = measured["forecast"]
+    if not found or promised < SAFE or min(found) >= promised / SAFE:
+        return []
+    return [
+        Doubt(
+            "effective draws",
+            f"The draws are worth {min(found):.1f} independent ones, where {promised:.0f} were to be expected: the "
+            "chains move too slowly. Give them more epochs.",
+            min(found),
+            promised / SAFE,
+        )
+    ]
