@@ -328,6 +328,11 @@ def _study_weights(arguments: argparse.Namespace) -> int:
     from bayesformer.study import weight_figures, weight_study
     from bayesformer.study.weight_networks import train_networks
 
+    figures = arguments.figures or arguments.results
+    if arguments.stored:
+        studies = weight_study.stored(arguments.results, arguments.task)
+        print(f"page: {weight_figures.write_page(studies, figures)}")
+        return 0
     groups = _merge({}, arguments.set)
     if unknown := set(groups) - {arguments.task, "training"}:
         raise ValueError(f"--set must be of {arguments.task} or training; got {unknown.pop()!r}.")
@@ -351,7 +356,7 @@ def _study_weights(arguments: argparse.Namespace) -> int:
     print(weight_study.table(study))
     print(f"statistics: {weight_study.write(study, arguments.results / f'{stem}.json')}")
     print(f"priors: {weight_study.write_priors(study, arguments.out or arguments.results / f'{stem}.toml')}")
-    for path in weight_figures.draw_all(study, arguments.results):
+    for path in weight_figures.draw_all(study, figures):
         print(f"figure: {path}")
     return 0
 

@@ -21,7 +21,7 @@ SOME_KINDS = ("all_weights", "frozen_base", "batch_norm", "lora")
 SOME_METHODS = (("ensemble", "sghmc", "vi", "laplace"), ("mc_dropout", "mean_field", "swag", "ekf"))
 """every kind runs with one of these groups, in turn"""
 
-ADAPTED = ("lora", "lora_bfloat16")
+ADAPTED = ("lora", "lora_bfloat16", "dora")
 """kinds with LoRA adapters, which methods for adapters alone run on"""
 
 ALL = [(method, kind) for kind in KINDS for method in METHODS]

@@ -173,6 +173,14 @@ def test_the_command_writes_statistics_figures_and_priors_that_methods_take(trai
         text = (tmp_path / f"toy-m1-{name}.svg").read_text()
         ElementTree.fromstring(text)
         assert "3 networks" in text or name == "prior_predictive"
+    assert cli.main(["study", "weights", "all", "--stored", "--results", str(tmp_path / "none")]) == 2
+    assert "must have been made before it is drawn" in capsys.readouterr().err
+    again.unlink()
+    page = ["study", "weights", "toy/m1", "--stored", "--results", str(tmp_path), "--figures", str(tmp_path / "page")]
+    assert cli.main(page) == 0
+    assert weight_study.table(study) in (tmp_path / "page" / "README.md").read_text()
+    drawn_again = (tmp_path / "page" / "toy-m1-tails.svg").read_text()
+    assert drawn_again == (tmp_path / "toy-m1-tails.svg").read_text()
     settings = cli._read_config(tmp_path / "priors.toml")
     (cell,) = plan(["toy/m1"], ["vi"], [0], {**settings, "toy/m1": SIZE})
     assert cell.method_settings["prior"] == study.priors()

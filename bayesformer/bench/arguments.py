@@ -334,6 +334,12 @@ def _add_weights(names: Any) -> None:
         "--results", type=Path, default=Path("results/weights"), help="statistics and figures (results/weights/)"
     )
     weights.add_argument("--folder", type=Path, help="folder of trained networks (networks/ in the user's cache)")
+    weights.add_argument("--figures", type=Path, help="folder of the figures (RESULTS)")
+    weights.add_argument(
+        "--stored",
+        action="store_true",
+        help="draw stored statistics and write README.md beside the figures, without networks; TASK may be all",
+    )
     weights.add_argument("--train-only", action="store_true", help="train the networks that are missing, and no more")
     weights.add_argument("--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="of task or training")
     weights.add_argument("--threads", type=int, default=1, help="torch threads (1)")

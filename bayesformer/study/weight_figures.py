@@ -12,9 +12,10 @@ from bayesformer.bench.report.examples import png
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.plot import Plot
 from bayesformer.bench.report.standalone import Key, write_figure, write_svg
+from bayesformer.core.storage import write_atomically
 from bayesformer.study.weight_laws import NORMAL_FROM, law_of
 from bayesformer.study.weight_shapes import off_diagonal_histogram
-from bayesformer.study.weight_study import WeightStudy
+from bayesformer.study.weight_study import WeightStudy, table
 
 COLUMNS, WIDTH, HEIGHT = 4, 250, 175
 PIXELS, GAP, TITLE, LINE = 150.0, 18.0, 22.0, 16.0
@@ -32,6 +33,40 @@ def draw_all(study: WeightStudy, folder: Path) -> list[Path]:
     }
     stem = study.task.replace("/", "-")
     return [make(study, folder / f"{stem}-{name}.svg") for name, make in makers.items()]
+
+
+CAPTIONS = {
+    "marginals": "Weights of each layer, the kernel density of them, and the law that fits best by likelihood.",
+    "quantiles": "Quantiles against those of a normal law with the same quartiles: straight is normal, steep ends are "
+    "heavy tails.",
+    "tails": "Degrees of freedom of Student's t; above the dashed line nothing tells it from a normal law.",
+    "correlations": "Correlations of weights over networks, beside independent normal weights of as many networks.",
+    "off_diagonal": "The same as histograms.",
+    "prior_predictive": "Entropy of the predictions of networks drawn from each prior: sure networks that disagree "
+    "have little each and much in the average.",
+}
+
+
+def write_page(studies: Sequence[WeightStudy], folder: Path) -> Path:
+    """Draw stored studies, and write a page that shows tables and figures of all of them."""
+    lines = [
+        "# Weights of trained networks",
+        "",
+        "Made of the files in `results/weights` by `bayesformer study weights all --stored --figures docs/weights`; "
+        "the numbers of networks are in every caption. Weights of a layer are exchangeable, so "
+        "correlations of single weights say little of the posterior: they are shown to compare with the thesis.",
+    ]
+    for study in studies:
+        lines += ["", f"## {study.task}, {study.count}", "", table(study), ""]
+        for name, path in zip(CAPTIONS, draw_all(study, folder), strict=True):
+            lines += [
+                f"![{name} of {study.task}]({path.name})",
+                "",
+                f"{study.task}, {study.count}. {CAPTIONS[name]}",
+                "",
+            ]
+    write_atomically(folder / "README.md", ("\n".join(lines).rstrip() + "\n").encode())
+    return folder / "README.md"
 
 
 def matrices(study: WeightStudy) -> list[str]:

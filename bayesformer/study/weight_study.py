@@ -119,6 +119,18 @@ def read(path: Path) -> WeightStudy:
     )
 
 
+def stored(folder: Path, task: str) -> list[WeightStudy]:
+    """The stored studies of a task, or of all tasks, in order of name."""
+    pattern = "*.json" if task == "all" else f"{task.replace('/', '-')}.json"
+    paths = sorted(folder.glob(pattern))
+    if not paths:
+        raise FileNotFoundError(
+            f"weight study of {task} must have been made before it is drawn; {folder}/ has none: call "
+            f"`bayesformer study weights {'TASK' if task == 'all' else task}`."
+        )
+    return [read(path) for path in paths]
+
+
 def write_priors(study: WeightStudy, path: Path, methods: Sequence[str] | None = None) -> Path:
     """Write the priors as a configuration of `bayesformer run`, a table for every method that takes a prior."""
     named = methods or [name for name, kind in METHODS.items() if get_type_hints(kind).get("prior") == PriorSetting]
