@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bayesformer.bench.report.belief import belief
 from bayesformer.bench.report.data import Report
 from bayesformer.bench.report.findings import MANY, summary
 from bayesformer.bench.report.markup import Child, Html, tag
@@ -61,7 +62,7 @@ def _page(report: Report, title: str, note: str, skipped: Sequence[str]) -> str:
         tag("style", Html(sheet())),
         tag("script", Html(SCRIPT)),
     )
-    main = tag("main", summary(report), [section(report, task) for task in report.tasks])
+    main = tag("main", summary(report), belief(report), [section(report, task) for task in report.tasks])
     parts = [_header(report, title, note, skipped), main, _footer(report)]
     body = tag("body", report.shared.definitions(), parts)
     return "<!DOCTYPE html>\n" + tag("html", head, "\n", body, lang="en") + "\n"

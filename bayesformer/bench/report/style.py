@@ -96,6 +96,7 @@ td,.nowrap{white-space:nowrap}
 .words,.names{white-space:normal}
 .variant,.help,.failed,.times{display:block;font-weight:400}
 .help{max-width:24rem;line-height:1.35}
+.doubt{margin:0 0 .5rem;max-width:none}.doubt:last-child{margin:0}
 .full tbody th{min-width:10rem}
 .failed{color:var(--bad);white-space:normal}
 .words{min-width:17rem}
