@@ -8,7 +8,7 @@ from torch import nn
 
 from bayesformer.laws import gaussian
 from bayesformer.model.space import Space
-from bayesformer.study import accuracy
+from bayesformer.study import accuracy, trained_accuracy
 from tests.laws import assert_mean
 
 
@@ -73,3 +73,25 @@ def test_an_unknown_case_is_refused(capsys):
     with pytest.raises(SystemExit):
         accuracy.main(["resnet"])
     assert "cases must be among mlp, toy, vit, gpt2; got resnet" in capsys.readouterr().err
+
+
+def test_the_command_on_trained_networks_writes_prints_and_judges(monkeypatch, tmp_path, capsys):
+    def tiny():
+        source = torch.Generator().manual_seed(0)
+        x = torch.randn(120, 3, generator=source)
+        y = (x[:, 0] > 0).long()
+        data = [trained_accuracy.Data(x[part], y[part]) for part in (slice(80), slice(80, None))]
+        return trained_accuracy.TrainedCase(lambda: nn.Linear(3, 2), *data, epochs=2, count=8)
+
+    monkeypatch.setattr(trained_accuracy, "CASES", {"tiny": tiny})
+    status = trained_accuracy.main(["--draws", "2000", "--output", str(tmp_path)])
+    content = json.loads((tmp_path / "trained_tiny.json").read_text())
+    assert capsys.readouterr().out.count("| tiny |") == len(trained_accuracy.STRUCTURES)
+    assert status == 0  # linear in the weights: the last layer is all there is, and exact
+    assert {row["way"] for row in content["rows"]} == set(trained_accuracy.WAYS)
+    assert all(row["ratio"] == pytest.approx(1, abs=0.1) for row in content["rows"])
+    content["rows"][0]["ratio"] = 0.5
+    (tmp_path / "trained_tiny.json").write_text(json.dumps(content))
+    assert trained_accuracy.main(["--stored", "--output", str(tmp_path)]) == 1
+    with pytest.raises(SystemExit):
+        trained_accuracy.main(["resnet"])

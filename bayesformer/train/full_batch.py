@@ -50,6 +50,12 @@ class FullBatch:
         return self.space.size
 
     @property
+    def targets(self) -> int:
+        """How many targets the data have in all: examples times their positions."""
+        first = self.prototype.trial_batch.targets
+        return self.prototype.problem.num_data * (first.numel() // len(first))
+
+    @property
     def is_objective(self) -> bool:
         """Whether training and sampling see this very function: no noise in training passes, no moving averages."""
         return self.prototype.randomness.kind == "none" and not self.prototype.moves_buffers
