@@ -36,7 +36,7 @@ def belief(report: Report) -> Html | None:
 
 def _words(known: bool) -> str:
     checks = (
-        "Every fit ends with cheap checks of its own: what they found is a reason to doubt a method's uncertainty here, "
+        "Every fit ends with cheap checks of its own: what they found is a reason to doubt the method's uncertainty, "
         "whatever its score. “Nothing found” is no proof, and “not checked” means that the method has no check."
     )
     distance = (
