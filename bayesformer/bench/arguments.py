@@ -72,9 +72,9 @@ def _add_demo(verbs: Any) -> None:
         description="Fits a network to a curve with a gap in its data, where the true posterior is known, by SGHMC, "
         "variational inference, a Laplace approximation, an ensemble and ordinary training; and these (without "
         "variational inference), MC dropout and stochastic attention to scikit-learn's handwritten digits and to a toy "
-        "series, with shorter training and fewer members than a benchmark would use. Prints a table per task and writes "
-        "a self-contained report page, OUTPUT/report.html, that opens with the curve. Takes about four minutes on two "
-        "cores. Call it again to resume.",
+        "series, with shorter training and fewer members than a benchmark would use. Prints a table per task and "
+        "writes a self-contained report page, OUTPUT/report.html, that opens with the curve. "
+        "Takes about four minutes on two cores. Call it again to resume.",
     )
     demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for results and page (demo/)")
     demo.add_argument("--seeds", type=int, default=3, help="training seeds (3)")

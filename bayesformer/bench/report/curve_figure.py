@@ -12,7 +12,7 @@ from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import figure, panel
 from bayesformer.bench.report.plot import Plot, marker
 from bayesformer.bench.report.wording import fixed
-from bayesformer.bench.statistics import finite, part
+from bayesformer.bench.statistics import Entry, Result, finite, part
 
 CURVE, DISTANCE = "curve", "wasserstein"
 SENTENCE = (
@@ -35,11 +35,16 @@ def curves(report: Report, task: TaskResults) -> Html | None:
 
 
 def _opened(report: Report) -> TaskResults | None:
-    return next((task for task in report.tasks if task.pictured(CURVE)), None)
+    return next((task for task in report.tasks if _drawn(task)), None)
+
+
+def _drawn(task: TaskResults) -> dict[Entry, Result]:
+    """The first run of every method that recorded its curve, nearest to the posterior first."""
+    return {e: run for e, run in task.pictured(CURVE).items() if floats(part(run["figures"], CURVE).get("x"))}
 
 
 def _figure(report: Report, task: TaskResults) -> Html | None:
-    found = {e: run for e, run in task.pictured(CURVE).items() if floats(run["figures"][CURVE].get("x"))}
+    found = _drawn(task)
     if not found:
         return None
     data: list[Recorded] = [run["figures"][CURVE] for run in found.values()]
