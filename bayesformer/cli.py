@@ -326,7 +326,7 @@ def _study_weights(arguments: argparse.Namespace) -> int:
     from bayesformer.core.progress import bars
     from bayesformer.datasets.places import cache_folder
     from bayesformer.study import weight_figures, weight_study
-    from bayesformer.study.weight_networks import train_networks
+    from bayesformer.study.weight_networks import export, train_networks
 
     figures = arguments.figures or arguments.results
     if arguments.stored:
@@ -349,6 +349,8 @@ def _study_weights(arguments: argparse.Namespace) -> int:
             reporter,
         )
         print(f"{arguments.task}: {len(trained.theta)} networks of {trained.space.size} weights in {folder}/")
+        if arguments.export is not None:
+            print(f"weights: {export(trained, arguments.export)}")
         if arguments.train_only:
             return 0
         study = weight_study.study_weights(trained, reporter=reporter)

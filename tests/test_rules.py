@@ -43,7 +43,7 @@ def test_rules_hold_for_what_their_words_say(rule):
         (
             "swag",
             {"predictive": "x"},
-            "swag.predictive must be one of 'sampled', 'linearised', 'streamlined'; got 'x'.",
+            "swag.predictive must be one of 'sampled', 'linearised', 'streamlined', 'one_pass'; got 'x'.",
         ),
     ],
 )

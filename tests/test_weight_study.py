@@ -11,6 +11,7 @@ from scipy import stats
 from bayesformer import cli
 from bayesformer.bench.planning import plan
 from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.storage import read_checked
 from bayesformer.priors.distributions import FAMILIES, Cauchy, LaplaceDistribution, Logistic, Normal, StudentT
 from bayesformer.priors.prior import parse_law
 from bayesformer.study import prior_draws, prior_scale, weight_study
@@ -160,7 +161,10 @@ def test_the_command_writes_statistics_figures_and_priors_that_methods_take(trai
         *sizes,
     ]
     command += ["--results", str(tmp_path), "--set=training.epochs=1", "--out", str(tmp_path / "priors.toml")]
-    assert cli.main([*command, "--train-only"]) == 0
+    assert cli.main([*command, "--train-only", "--export", str(tmp_path / "all.safetensors")]) == 0
+    weights, facts = read_checked(tmp_path / "all.safetensors", "weights")
+    assert weights["projection.weight"].shape == (3, 2, 8)
+    assert facts["networks"] == 3
     assert not (tmp_path / "toy-m1.json").exists()
     assert cli.main(command) == 0
     assert "Weights of 3 networks trained on toy/m1" in capsys.readouterr().out

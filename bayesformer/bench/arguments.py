@@ -340,6 +340,7 @@ def _add_weights(names: Any) -> None:
         action="store_true",
         help="draw stored statistics and write README.md beside the figures, without networks; TASK may be all",
     )
+    weights.add_argument("--export", type=Path, help="also write the weights of all networks to this safetensors file")
     weights.add_argument("--train-only", action="store_true", help="train the networks that are missing, and no more")
     weights.add_argument("--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="of task or training")
     weights.add_argument("--threads", type=int, default=1, help="torch threads (1)")

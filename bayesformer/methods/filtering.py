@@ -37,7 +37,9 @@ class Ekf:
     matrix of every batch; on linear regression the dense form is the Kalman filter, and after its pass the exact
     posterior. The mean of a diagonal filter is off by .2 to .8 standard deviations after one pass even there, so that
     the diagonal form keeps the mode as its mean and filters the variances: a diagonal Laplace approximation, made batch
-    by batch. An earlier posterior is the Gaussian that the filter starts from, without a search for a mode.
+    by batch. In a network its variances are divided by the largest curvature in units of their own diagonal, else
+    draws of all weights together would drown what was learned. An earlier posterior is the Gaussian that the filter
+    starts from, without a search for a mode.
     """
 
     kind: Literal["diag", "dense"] = "diag"
@@ -90,9 +92,11 @@ class Ekf:
             return self._from_spread(prototype)
         around = AroundMode(self, prototype, self.prior, "diag", self.warm_up)
         found, heat = around.coordinates, self.temperature
+        if found.regime == "network" and self.kind == "diag":
+            heat /= max(found.largest, 1.0)  # in no direction wider than the curvature's
         pull = torch.empty_like(found.center)
         around.vector_prior.write(found.center, pull, 1.0)  # of the prior, towards its centre
-        begin: dict[str, Any] = {"sd": (found.prior_precision / heat).rsqrt()}
+        begin: dict[str, Any] = {"sd": (found.prior_precision / heat).rsqrt(), "temperature": heat}
         if self.kind == "dense":
             begin["prior_mean"] = found.center + pull / found.prior_precision
         else:

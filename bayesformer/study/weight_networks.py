@@ -19,6 +19,7 @@ from bayesformer.bench.tasks import TASKS, Task, TaskData
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.settings import override
+from bayesformer.core.storage import write_tensors
 from bayesformer.data import as_batches
 from bayesformer.methods import Ensemble, Problem
 from bayesformer.model.space import Space
@@ -68,6 +69,12 @@ class TrainedTask:
             "epochs": [epochs for facts in found for epochs in facts["epochs"]],
             "converged": converged.count(True),
         }
+
+
+def export(trained: TrainedTask, path: Path) -> Path:
+    """Write the weights of all networks to one file, by parameter (N, ...), with how they were trained."""
+    write_tensors(path, {name: value.clone() for name, value in trained.layers().items()}, trained.facts())
+    return path
 
 
 def train_networks(

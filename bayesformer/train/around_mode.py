@@ -78,7 +78,7 @@ class AroundMode:
         if found.kind != "diag":
             times = self.full_batch().hessian(found.center, EXAMPLES)
             largest = power_iteration(
-                lambda v: root.times_root(times(root.colour(v))), found.center, iterations=POWER
+                lambda v: root.times_root(times(root.colour(v))), found.center, iterations=3 * POWER
             ).value
         return at_diagonal_scale(found.root, found.curvature_diagonal * max(largest, 1.0))
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from bayesformer.core.errors import is_out_of_memory
 from bayesformer.core.seeds import generator
-from bayesformer.core.strategy import all_tensors
 from bayesformer.core.types import Params
 from bayesformer.core.vectors import THETA
 from bayesformer.inference.ekf_common import Scores, looped_scores, scores
@@ -34,8 +33,9 @@ def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
         prototype: the model, its data and its likelihood.
         held: modules in evaluation mode, as they will be.
     """
+    batch_numbers = prototype.example_numbers * prototype.problem.training.batch_size
     recurrent = any(isinstance(module, nn.RNNBase) for module in prototype.prepared.modules())
-    if recurrent or prototype.randomness.kind == "global" or _forward_numbers(prototype) > MOST:
+    if recurrent or prototype.randomness.kind == "global" or batch_numbers > MOST:
         return looped_scores
     try:
         together = _tried(prototype, held, scores)
@@ -50,13 +50,6 @@ def scores_for(prototype: Prototype, held: tuple[str, ...]) -> Scores:
             log.info("gradients of examples are computed one by one: those of a vmapped pass differ")
             return looped_scores
     return scores
-
-
-def _forward_numbers(prototype: Prototype) -> int:
-    """Numbers in all tensors of a forward pass on one batch, scaled up from the first examples."""
-    shell, batch = prototype.skeleton.shell(gradients=False), prototype.trial_batch
-    found = all_tensors(lambda: prototype.trial(shell, batch))
-    return found * prototype.problem.training.batch_size // len(batch.targets)
 
 
 def _tried(prototype: Prototype, held: tuple[str, ...], way: Scores) -> Params:

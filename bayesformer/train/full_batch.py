@@ -27,7 +27,8 @@ from bayesformer.model.skeleton import Skeleton
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.vector_prior import VectorPrior
 
-CHUNK = 256  # examples per pass
+CHUNK = 256  # examples per pass, at most
+NUMBERS = 2**25  # of all tensors of a forward pass, 128 MiB in float32; products with H keep a few times as many
 FORWARD, PRODUCT = 1 / 3, 2.0  # what a pass without its backward pass and a product with H cost, in epochs of gradients
 COLUMNS = 512  # per example, beyond which the curvature is taken from targets drawn from the model
 STRAIGHT = 1e-3  # second difference of outputs, over the first, below which they count as linear in the weights
@@ -48,6 +49,17 @@ class FullBatch:
     def size(self) -> int:
         """P, the number of inferred weights."""
         return self.space.size
+
+    @property
+    def chunk(self) -> int:
+        """Examples per pass: fewer of a large model."""
+        return max(1, min(CHUNK, NUMBERS // max(1, self.prototype.example_numbers)))
+
+    @property
+    def targets(self) -> int:
+        """How many targets the data have in all: examples times their positions."""
+        first = self.prototype.trial_batch.targets
+        return self.prototype.problem.num_data * (first.numel() // len(first))
 
     @property
     def is_objective(self) -> bool:
@@ -108,7 +120,7 @@ class FullBatch:
             batch = next(iter(data.epoch(examples, seed=fold(seed, "curvature"), member=0, epoch=0)))
             data, share = as_batches(Data(*batch), "data"), len(batch.targets) / count
         products = CurvatureProducts(
-            self.shell, self.prototype.likelihood, data, CHUNK, self.prototype.evaluation_randomness, seed
+            self.shell, self.prototype.likelihood, data, self.chunk, self.prototype.evaluation_randomness, seed
         )
 
         def times(v: Tensor) -> Tensor:
@@ -140,7 +152,7 @@ class FullBatch:
         return self.prototype.likelihood.log_prob(outputs, batch.targets, batch.mask)
 
     def _batches(self) -> Iterator[Batch]:
-        return self.prototype.data.in_order(CHUNK, self.shell.theta.device)
+        return self.prototype.data.in_order(self.chunk, self.shell.theta.device)
 
     @contextmanager
     def _pass(self) -> Iterator[None]:

@@ -40,7 +40,8 @@ def arrival(batch: FullBatch, law: GaussianLaw, prior_precision: Tensor, tempera
     E_q[(θ - μ)ᵀ ∇U] = P τ (Opper & Archambeau 2009, section 3). The square of E_q[∇U] is estimated by products of
     different pairs, so that the noise of the draws is not in it. Under draws of the best Gaussian, of any form, the
     negative log-likelihood rises by ½ τ Σ_i (1 - Π_i Σ_ii / τ): half the number of weights that the data determine.
-    The prior's share is left out, for it would hide a loss of likelihood where most weights are the prior's.
+    The prior's share is left out, for it would hide a loss of likelihood where most weights are the prior's, and the
+    data determine no more weights than they have targets.
     """
 
     def prior(theta: Tensor) -> float:
@@ -58,6 +59,7 @@ def arrival(batch: FullBatch, law: GaussianLaw, prior_precision: Tensor, tempera
     rows, scale = torch.stack(steps), law.size * temperature
     products = rows.sum(0).square().sum() - rows.square().sum()
     determined = float((1 - prior_precision * law.variance() / temperature).clamp_min(0).double().sum())
+    determined = min(determined, batch.targets)
     losses = torch.tensor(rises, dtype=torch.float64, device="cpu") * 2 / (temperature * max(determined, FEWEST))
     growths = 0.5 * (1 - torch.tensor(works, dtype=torch.float64, device="cpu") / scale)
     return Arrival(

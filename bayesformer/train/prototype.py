@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bayesformer.attention import family_weights
 from bayesformer.core.seeds import generator, stream
+from bayesformer.core.strategy import all_tensors
 from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
@@ -84,6 +85,12 @@ class Prototype:
     def trial_batch(self) -> Batch:
         """The first examples, on which the model is tried, on the device of the weights."""
         return batch_to(self.data.first(TRIAL_EXAMPLES), self.skeleton.device)
+
+    @cached_property
+    def example_numbers(self) -> int:
+        """Numbers in all tensors that a forward pass makes of one example: how many examples a pass should take."""
+        shell, batch = self.skeleton.shell(gradients=False), self.trial_batch
+        return all_tensors(lambda: self.trial(shell, batch)) // len(batch.targets)
 
     @cached_property
     def some_inputs(self) -> Inputs:
