@@ -8,8 +8,9 @@ import pytest
 from bayesformer.bench.markdown import choice_table, comparison
 from bayesformer.bench.records import read_results
 from bayesformer.bench.report import write_report
+from bayesformer.core.storage import read_json
 from bayesformer.reference import checking
-from bayesformer.study import accuracy, citation_table, cold, fidelity_cost, prediction_cost
+from bayesformer.study import accuracy, citation_table, cold, fidelity_cost, prediction_cost, trained_accuracy
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -37,6 +38,8 @@ def tables():
     yield fidelity_cost.overview(stored("fidelity"))
     yield checking.table()
     yield accuracy.table(accuracy.stored_rows(RESULTS / "accuracy", list(accuracy.CASES)))
+    paths = [trained_accuracy.file_of(RESULTS / "accuracy", name) for name in trained_accuracy.CASES]
+    yield trained_accuracy.table([read_json(path, "measurement") for path in paths if path.exists()])
 
 
 def test_every_row_of_every_documented_table_is_made_of_stored_results():

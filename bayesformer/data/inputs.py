@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bayesformer.core.types import Inputs
+from bayesformer.core.types import Batch, Inputs
 
 CONSTANTS = (bool, int, float, str, type(None))
 """Types of Python values that a model may take as they are."""
@@ -101,3 +101,11 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     if array.dtype.kind not in "biufc":
         raise ValueError(f"arrays must hold numbers; got an array of dtype {array.dtype}.")
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def parts_of(batch: Batch, size: int) -> Iterator[Batch]:
+    """The examples of a batch, at most `size` at a time, as views."""
+    for start in range(0, len(batch.targets), size):
+        place = slice(start, start + size)
+        mask = None if batch.mask is None else batch.mask[place]
+        yield Batch(map_inputs(batch.inputs, lambda x, place=place: x[place]), batch.targets[place], mask)

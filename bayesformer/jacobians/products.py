@@ -22,7 +22,7 @@ from bayesformer.core.effort import note
 from bayesformer.core.seeds import generator
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
-from bayesformer.data.inputs import inputs_to
+from bayesformer.data.inputs import inputs_to, parts_of
 from bayesformer.likelihoods import Likelihood
 from bayesformer.model.modes import check_eval
 from bayesformer.model.randomness import Randomness, plain_attention
@@ -74,8 +74,12 @@ class CurvatureProducts:
 
     def batch_ggn(self, batch: Batch, v: Tensor) -> Tensor:
         """(P,): the same sum over the examples of one batch, on the device of the weights."""
-        with self._pass():
-            return self._batch_ggn(batch, self._checked(v))
+        self._checked(v)
+        total = torch.zeros_like(self.theta)
+        for part in parts_of(batch, self.batch_size):
+            with self._pass():
+                total += self._batch_ggn(part, v)
+        return total
 
     def _batch_ggn(self, batch: Batch, v: Tensor) -> Tensor:
         note(PRODUCT * len(batch.targets))

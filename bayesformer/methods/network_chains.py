@@ -76,7 +76,9 @@ class NetworkBuild:
             burn_in=round(self.burn_in * steps),
         )
         scale = prior_scale(log_joint.prior, log_joint.shell.theta) * math.sqrt(self.temperature)
-        return stiff_baoab.build(WholeDataObjective(log_joint, self.prototype.data), scale, settings)
+        return stiff_baoab.build(
+            WholeDataObjective(log_joint, self.prototype.data, self.prototype.product_examples), scale, settings
+        )
 
 
 def why_not(run: ChainRun) -> str | None:

@@ -84,4 +84,4 @@ class CausalSeries(ReferenceProblem):
     @property
     def sampler(self) -> Method:
         """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
-        return Hmc(length=2.0, metric="diagonal", draws=100, thin=1, warm_up=50)
+        return Hmc(length=2.0, metric="diagonal", draws=300, thin=1, warm_up=100)

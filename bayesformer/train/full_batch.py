@@ -27,8 +27,6 @@ from bayesformer.model.skeleton import Skeleton
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.vector_prior import VectorPrior
 
-CHUNK = 256  # examples per pass, at most
-NUMBERS = 2**25  # of all tensors of a forward pass, 128 MiB in float32; products with H keep a few times as many
 FORWARD, PRODUCT = 1 / 3, 2.0  # what a pass without its backward pass and a product with H cost, in epochs of gradients
 COLUMNS = 512  # per example, beyond which the curvature is taken from targets drawn from the model
 STRAIGHT = 1e-3  # second difference of outputs, over the first, below which they count as linear in the weights
@@ -53,7 +51,7 @@ class FullBatch:
     @property
     def chunk(self) -> int:
         """Examples per pass: fewer of a large model."""
-        return max(1, min(CHUNK, NUMBERS // max(1, self.prototype.example_numbers)))
+        return self.prototype.product_examples
 
     @property
     def targets(self) -> int:

@@ -29,6 +29,8 @@ from bayesformer.model.space import Space
 from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_adapters
 from bayesformer.train.problem import Models, Problem
 
+PRODUCT_EXAMPLES = 256  # per pass of a product with the curvature, at most
+PRODUCT_NUMBERS = 2**23  # of all tensors of such a forward pass, 32 MiB in float32
 TRIAL_EXAMPLES = 2  # examples that a model is tried on
 SOME_INPUTS = 32  # kept with a Gaussian posterior, for its calibration
 log = logging.getLogger("bayesformer")
@@ -91,6 +93,11 @@ class Prototype:
         """Numbers in all tensors that a forward pass makes of one example: how many examples a pass should take."""
         shell, batch = self.skeleton.shell(gradients=False), self.trial_batch
         return all_tensors(lambda: self.trial(shell, batch)) // len(batch.targets)
+
+    @property
+    def product_examples(self) -> int:
+        """Examples per pass of a product with the curvature, which keeps a few times the tensors of a forward pass."""
+        return max(1, min(PRODUCT_EXAMPLES, PRODUCT_NUMBERS // max(1, self.example_numbers)))
 
     @cached_property
     def some_inputs(self) -> Inputs:

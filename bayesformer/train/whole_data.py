@@ -13,7 +13,7 @@ from bayesformer.core.types import Batch, Params
 from bayesformer.core.vectors import THETA
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
-from bayesformer.data.inputs import map_inputs
+from bayesformer.data.inputs import map_inputs, parts_of
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.capture import Capture
 from bayesformer.jacobians.products import CurvatureProducts
@@ -31,9 +31,9 @@ class WholeDataObjective:
     """
 
     def __init__(self, objective: Objective, data: Batches, batch_size: int = CHUNK) -> None:
-        self.objective, self.data, self.batch_size = objective, data, batch_size
+        self.objective, self.data, self.batch_size = objective, data, batch_size  # examples per pass, at most
         self.num_data, self.shell = objective.num_data, objective.shell
-        self._products = CurvatureProducts(self.shell, objective.likelihood, data)
+        self._products = CurvatureProducts(self.shell, objective.likelihood, data, batch_size)
         self._capture = Capture(self.shell.module, self.shell.space)
         self._whole: list[Batch] | None = None
 
@@ -65,7 +65,10 @@ class WholeDataObjective:
     def scores(self, params: Params, batch: Batch, count: int) -> Tensor:
         """(S, P): gradients of log p(y | x, θ) of single examples, y drawn from the model."""
         self.shell.load(params[THETA])
-        batch = self._random(batch, count)
+        parts = parts_of(self._random(batch, count), self.batch_size)
+        return torch.cat([self._part_scores(part) for part in parts])
+
+    def _part_scores(self, batch: Batch) -> Tensor:
         likelihood = self.objective.likelihood
         with torch.no_grad():
             outputs, sites = self._capture(batch.inputs)
