@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo test lint types imports unit contract bench clean help
 
 help:
-	@echo "make demo   train seven methods on small data and write demo/report.html (a few minutes)"
+	@echo "make demo   what every method leaves open, on small data: writes demo/report.html (about four minutes)"
 	@echo "make test   lint, types, import direction and tests"
 	@echo "make contract  every method on every kind of model; writes docs/compatibility.md (a few minutes)"
 	@echo "make bench  speed, as ratios; writes bench.json"

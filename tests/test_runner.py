@@ -624,12 +624,19 @@ def test_the_stored_posterior_of_every_method_predicts_as_it_did(method, tmp_pat
     assert [float(row["mean"]) for row in rows] == pytest.approx(found.mean.flatten().tolist(), rel=1e-4, abs=1e-5)
 
 
-def test_demo_covers_the_first_tasks_and_methods():
-    cells = demo.cells([0])
-    assert {c.task for c in cells} == {"digits", "toy/m1", "toy/m4"}
-    shown = {"mle", "map", "ensemble", "mc_dropout", "attention", "laplace", "sghmc"}
-    assert {(c.task, c.method) for c in cells} == {(c.task, method) for c in cells for method in shown}
-    assert max(c.method_settings.get("members", 1) for c in cells) < METHODS["ensemble"]().members
+def test_demo_shows_a_known_posterior_digits_and_a_series_with_its_oracle():
+    cells = demo.cells([0, 1])
+    shown = {task: {c.method for c in cells if c.task == task} for task in {c.task for c in cells}}
+    everywhere = {"mle", "ensemble", "laplace", "sghmc"}
+    assert shown == {
+        "fidelity/gap-mlp": everywhere | {"vi"},
+        "digits": everywhere | {"mc_dropout", "attention"},
+        "toy/m1": everywhere | {"mc_dropout", "attention"},
+    }
+    assert len({(c.task, c.method, c.seed) for c in cells}) == len(cells) == 34
+    (curve,) = (c for c in cells if (c.task, c.method, c.seed) == ("fidelity/gap-mlp", "laplace", 0))
+    assert curve.method_settings["prior_precision"] == 1.0  # the posterior that is known has this prior
+    assert curve.build()[0].reference.regions == ["in", "gap", "out"]  # stored, of this version
 
 
 def test_data_files(tmp_path):

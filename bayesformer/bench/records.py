@@ -22,7 +22,7 @@ ASIDE = {FAILED, CHECKPOINTS, POSTERIORS}
 REQUIRED = {"task": str, "method": str, "seed": int, "metrics": dict, "cost": dict}
 OPTIONAL = {"key": str, "variant": str, "primary": str, "started": str, "settings": dict, "figures": dict}
 """Types of what every result has, and of what it may lack."""
-NUMERIC = ("settings", "fit", "validation", "cost", "metrics", "oracle")
+NUMERIC = ("settings", "fit", "validation", "cost", "metrics", "oracle", "checks")
 """Parts in which infinities and NaN are written as text."""
 
 

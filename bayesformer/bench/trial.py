@@ -16,6 +16,7 @@ from bayesformer.bench.planning import Cell
 from bayesformer.bench.provenance import provenance
 from bayesformer.bench.records import CHECKPOINTS, POSTERIORS
 from bayesformer.bench.tasks import TASKS, Evaluation, TaskData, describe
+from bayesformer.core.doubts import recorded
 from bayesformer.core.effort import counting
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.progress import Reporter
@@ -170,6 +171,7 @@ def _record(
         "device": str(posterior.theta.device),
         "fit": {name: posterior.facts[name] for name in FIT_FACTS if name in posterior.facts},
         "doubts": [doubt.check for doubt in posterior.doubts],
+        "checks": _checks(posterior),
         "validation": validation,
         "cost": cost,
         "primary": TASKS[cell.task]().primary,
@@ -177,3 +179,11 @@ def _record(
         "oracle": oracle,
         "figures": evaluation.figures,
     }
+
+
+def _checks(posterior: Posterior) -> list[dict[str, Any]] | None:
+    """What the checks of the fit found, with their sentences; None if nothing was checked."""
+    if "doubts" not in posterior.facts and not posterior.doubts:
+        return None
+    found: list[dict[str, Any]] = recorded(posterior.doubts)["doubts"]
+    return found

@@ -136,7 +136,7 @@ class AroundMode:
         found = self.part.law(inner, fitted)
         doubts = () if check is None else check(inner)
         facts = facts_of(self.name, method, prototype, *stages) | rounding_facts(prototype.skeleton, found)
-        facts |= {"coordinates": self.coordinates.facts} | (recorded(doubts) if doubts else {})
+        facts |= {"coordinates": self.coordinates.facts} | ({} if check is None else recorded(doubts))
         return posterior_of(prototype, found, facts, default_draws=method.draws, predictive=method.predictive)
 
 

@@ -95,7 +95,7 @@ def entropy(report: Report, task: TaskResults) -> Html | None:
         for i, name in enumerate(names):
             plot.histogram(edges[entry], sets[name], _set_style(i), closed=i == 0)
         panels.append(panel(report, entry, plot.render(f"Entropy on {listing(names)}")))
-    key = [_key_item(name, _set_style(i), LINE if i else BOX) for i, name in enumerate(names)]
+    key = [key_item(name, _set_style(i), LINE if i else BOX) for i, name in enumerate(names)]
     caption = (
         f"How unsure the method is on familiar inputs ({names[0]}, filled) and on inputs unlike the training "
         "data (lines): the further right of the filled area the lines lie, the better it notices what it "
@@ -117,7 +117,8 @@ def _set_style(index: int) -> str:
     return f"m{(1, 0, 3, 2)[(index - 1) % 4]} stroke " + ("", "dash", "dot")[(index - 1) % 3]
 
 
-def _key_item(name: str, class_: str, shape: str) -> Html:
+def key_item(name: str, class_: str, shape: str) -> Html:
+    """One line of a figure's key: a sample of the mark, and what it means."""
     sample = tag("svg", tag("path", class_=class_, d=shape), viewBox="0 0 22 12", aria_hidden="true")
     return tag("li", sample, name)
 
@@ -136,12 +137,12 @@ def bands(report: Report, task: TaskResults) -> Html | None:
         rows.append([panel(report, e, _band_plot(report, s, y, title)) for e, s in shown.items()])
     has_oracle = any(s.get("oracle_mean") for series in found.values() for s in series)
     key = [
-        _key_item("observed", "inkfill", marker(11, 6, 2)),
-        _key_item("predicted mean", "stroke", LINE),
-        _key_item("total uncertainty", "soft", BOX),
-        _key_item("of it, noise in the data (aleatoric)", "softer", BOX),
-        _key_item("true mean (oracle)", "ink dash", LINE) if has_oracle else None,
-        _key_item("its band", "ink dot", LINE) if has_oracle else None,
+        key_item("observed", "inkfill", marker(11, 6, 2)),
+        key_item("predicted mean", "stroke", LINE),
+        key_item("total uncertainty", "soft", BOX),
+        key_item("of it, noise in the data (aleatoric)", "softer", BOX),
+        key_item("true mean (oracle)", "ink dash", LINE) if has_oracle else None,
+        key_item("its band", "ink dot", LINE) if has_oracle else None,
     ]
     which = "the first test series" if number == 1 else f"the first {number} test series, one per row"
     match = ", and the band should match that of the oracle, the best that any method can do"

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bayesformer.bench.report.belief import belief
+from bayesformer.bench.report.curve_figure import opening
 from bayesformer.bench.report.data import Report
 from bayesformer.bench.report.findings import MANY, summary
 from bayesformer.bench.report.markup import Child, Html, tag
@@ -61,7 +63,7 @@ def _page(report: Report, title: str, note: str, skipped: Sequence[str]) -> str:
         tag("style", Html(sheet())),
         tag("script", Html(SCRIPT)),
     )
-    main = tag("main", summary(report), [section(report, task) for task in report.tasks])
+    main = tag("main", summary(report), belief(report), [section(report, task) for task in report.tasks])
     parts = [_header(report, title, note, skipped), main, _footer(report)]
     body = tag("body", report.shared.definitions(), parts)
     return "<!DOCTYPE html>\n" + tag("html", head, "\n", body, lang="en") + "\n"
@@ -74,6 +76,7 @@ def _header(report: Report, title: str, note: str, skipped: Sequence[str]) -> Ht
         tag("p", "bayesformer report", class_="eyebrow"),
         tag("h1", title),
         tag("p", _extent(report), class_="lede"),
+        opening(report),
         tag("p", tag("strong", "Note "), note, class_="note") if note else None,
         _skipped(skipped) if skipped else None,
         tag("dl", [tag("div", tag("dt", k), tag("dd", v)) for k, v in _facts(report)], class_="facts"),

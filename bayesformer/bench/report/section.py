@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from bayesformer.bench.report.attention_figure import attention
 from bayesformer.bench.report.cost_figure import cost
+from bayesformer.bench.report.curve_figure import curves
 from bayesformer.bench.report.data import Report, TaskResults, metric_of, unequal_settings
 from bayesformer.bench.report.examples import examples
 from bayesformer.bench.report.figures import bands, coverage, entropy, reliability
@@ -28,6 +29,7 @@ from bayesformer.bench.report.wording import (
 from bayesformer.bench.statistics import UNCONVERGED, by_seed, part, summarise
 
 FIGURES: tuple[Callable[[Report, TaskResults], Html | None], ...] = (
+    curves,
     reliability,
     coverage,
     entropy,

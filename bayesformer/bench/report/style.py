@@ -96,6 +96,7 @@ td,.nowrap{white-space:nowrap}
 .words,.names{white-space:normal}
 .variant,.help,.failed,.times{display:block;font-weight:400}
 .help{max-width:24rem;line-height:1.35}
+.doubt{margin:0 0 .5rem;max-width:none}.doubt:last-child{margin:0}
 .full tbody th{min-width:10rem}
 .failed{color:var(--bad);white-space:normal}
 .words{min-width:17rem}
@@ -118,6 +119,7 @@ figure{margin:2.6rem 0 0}
 figcaption{margin-top:.7rem}
 .panels{display:grid;gap:1.2rem 1.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,var(--low)),1fr))}
 .panels.small{align-items:end;grid-template-columns:repeat(auto-fill,minmax(0,246px))}
+.curves{--low:295px;--high:420px}#opening figure{margin:1.2rem 0 1.6rem}#opening h3{font-size:1.02rem}
 .series{--low:235px;--high:345px}.wide{--low:400px;--high:520px}.pair{--low:310px;--high:520px}
 .panels.series+.panels.series{margin-top:1.4rem}
 .panel{max-width:var(--high,none)}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from bayesformer import evaluate
+from bayesformer.bench.tasks.curves import curve_of
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
 from bayesformer.likelihoods import Likelihood
 from bayesformer.reference import ReferencePosterior, ReferenceProblem, data_of, problem_of, read
@@ -68,21 +69,26 @@ class KnownPosterior(Task):
         return self._known.model()
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
-        """Scores in every region, and their means over regions; ranks of function values as a figure."""
+        """Scores in every region, and their means over regions; as figures ranks of function values, and the function
+        itself where it is one of one variable."""
         metrics: dict[str, float] = {}
         figures: dict[str, Any] = {"ranks": {}}
+        values: dict[str, tuple[Tensor, Tensor]] = {}
         for region, inputs in data.probes.items():
             ours, theirs = ask(inputs), self.reference.predictive(region, self._known)
             found = evaluate.fidelity(ours, theirs)._asdict()
             metrics |= {f"{name}/{region}": value for name, value in found.items() if value is not None}
             metrics[f"spread_error/{region}"] = _factor(found["spread_ratio"])
-            shares = evaluate.rank_histogram(evaluate.function_values(ours), evaluate.function_values(theirs))
+            values[region] = evaluate.function_values(ours), evaluate.function_values(theirs)
+            shares = evaluate.rank_histogram(*values[region])
             figures["ranks"][region] = [round(share, 4) for share in shares.tolist()]
         overall = {
-            name: sum(values) / len(values)
+            name: sum(scores) / len(scores)
             for name in (*SCORES, "spread_error")
-            if (values := [metrics[f"{name}/{region}"] for region in data.probes if f"{name}/{region}" in metrics])
+            if (scores := [metrics[f"{name}/{region}"] for region in data.probes if f"{name}/{region}" in metrics])
         }
+        if curve := curve_of(data, values):
+            figures["curve"] = {**curve, "reference": "exact" if self.reference.is_exact else "long HMC"}
         return Evaluation({**overall, **metrics}, None, None, figures)
 
     def inputs(self, rows: Tensor) -> Tensor:
