@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bayesformer.attention import AttentionMap, MapRecorder, families
 from bayesformer.core.doubts import Doubt, doubts_in, warn_of
 from bayesformer.core.pool import Pool
-from bayesformer.core.seeds import generator, stream
+from bayesformer.core.seeds import generator
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params
 from bayesformer.data import as_batches, as_inputs
@@ -23,14 +23,14 @@ from bayesformer.data.inputs import inputs_to, leaves, map_inputs
 from bayesformer.data.unlabelled import InputBatches
 from bayesformer.generation import Generation, SampledAnswers
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
-from bayesformer.layers.preparation import Preparation
+from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
 from bayesformer.likelihoods.language import decoder_inputs
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import Predictive, Temperable
 from bayesformer.model.randomness import find_randomness
 from bayesformer.model.shell import Shell
-from bayesformer.model.skeleton import Skeleton, shadow
+from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
 from bayesformer.predict.adapter_files import export_adapters, has_adapter, with_adapter, write_adapter
@@ -110,7 +110,7 @@ class Posterior:
     @property
     def _origin(self) -> tuple[Any, ...]:
         """What a skeleton is made of: another one is made where this is another."""
-        return id(self.model), self.space, self.infer, repr(self.preparation), tuple(self.frozen)
+        return saving.origin_of(self.model, self.space, self.infer, self.preparation, self.frozen)
 
     @property
     def skeleton(self) -> Skeleton:
@@ -119,13 +119,7 @@ class Posterior:
         return self.walked[1]
 
     def _walk(self) -> Skeleton:
-        tree = shadow(self.model, self.infer)
-        with torch.no_grad():
-            for name, value in self.frozen.items():
-                tree.get_parameter(name).data = value
-        with stream(0, "preparation"):  # what it draws is overwritten by the law
-            prepared = self.preparation(tree)
-        return Skeleton(prepared, self.space)
+        return Skeleton(prepared_tree(self.model, self.infer, self.preparation, self.frozen), self.space)
 
     @cached_property
     def shells(self) -> Pool[Shell]:

@@ -300,7 +300,7 @@ def test_shared_tokens_square_the_weights_noise_after_mixing(space, bias):
     expected = mix @ values.view(n, 2, 3, 2, 2).transpose(2, 3)
     assert_mean((expected - found.m) ** 2, found.s)
     unshared = mix.square() @ value.s.view(2, 3, 2, 2).transpose(1, 2)
-    assert (found.s / unshared).mean() > 1.05
+    assert (found.s / unshared - 1).abs().max() > 0.1  # it matters that tokens share a draw
 
 
 def test_shared_tokens_with_noisy_inputs_and_a_mean_over_tokens():

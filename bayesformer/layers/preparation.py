@@ -5,18 +5,20 @@ A preparation acts on a private tree of the model (`model.shell.shadow`), never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bayesformer.attention import install
 from bayesformer.core.errors import unknown_name
+from bayesformer.core.seeds import stream
 from bayesformer.layers.blob_linear import add_blob
 from bayesformer.layers.concrete import add_concrete_sites
 from bayesformer.layers.variational import Variational
+from bayesformer.model.skeleton import shadow
 from bayesformer.priors.setting import PriorSetting, prior_of
 
 STEPS = "attention_steps"
@@ -67,3 +69,18 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "concrete_dropout": add_concrete_sites,
     "blob": add_blob,
 }
+
+
+def prepared_tree(
+    model: nn.Module, infer: Sequence[str], preparation: Preparation, frozen: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """A private tree of a model with everything that its passes need; what is drawn at random here is not used.
+
+    `frozen` are weights that no model holds, by name: they are put in before the model is prepared.
+    """
+    tree = shadow(model, tuple(infer))
+    with torch.no_grad():
+        for name, value in (frozen or {}).items():
+            tree.get_parameter(name).data = value
+    with stream(0, "preparation"):
+        return preparation(tree)

@@ -16,9 +16,9 @@ from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.seeds import stream
 from bayesformer.core.storage import checksum, plain, read_json, read_tensors, write_json, write_tensors
 from bayesformer.laws import from_tensors
-from bayesformer.layers.preparation import Preparation
+from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.model.admission import unwrap
-from bayesformer.model.skeleton import shadow
+from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
 from bayesformer.model.starting import adapters_of
 from bayesformer.predict.streamlined.output_calibration import Calibration
@@ -51,7 +51,7 @@ def save(posterior: Posterior, folder: Path, calibration: Calibration | None = N
         "adapters": adapters_of(model),
         "preparation": posterior.preparation.to_json(),
         "attention": describe_families(model),
-        "prepared_attention": describe_families(_prepared(model, infer, posterior.preparation)),
+        "prepared_attention": describe_families(prepared_tree(model, infer, posterior.preparation)),
         "held": list(posterior.held),
         **{name: getattr(posterior, name) for name in (*PLAIN, "tempering")},
         "base": base_fingerprint(model, {*learned, *frozen}),
@@ -88,10 +88,12 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
         )
     infer = tuple(saved["infer"])
     base = _with_attention(unwrap(model), saved["attention"], infer, folder)
-    _check_fits(folder, base, space, infer, preparation, saved["prepared_attention"])
+    device = device_of_model(base)
+    frozen = {name: p.to(device) for name, p in frozen.items()}
+    prepared = _fitting(folder, base, space, infer, preparation, frozen, saved["prepared_attention"])
     if saved["base"] != base_fingerprint(base, {*infer, *frozen}):
         raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
-    device = dict(base.named_parameters())[infer[0]].device
+    device = dict(base.named_parameters(remove_duplicate=False))[infer[0]].device
     own = {k: v for k, v in tensors.items() if k.partition(".")[0] not in {"frozen", CALIBRATION}}
     law = from_tensors({k: v.to(device) for k, v in own.items()})
     calibration = Calibration.load(saved[CALIBRATION], apart).to(law.mean) if CALIBRATION in saved else None
@@ -106,9 +108,17 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
         **{name: saved[name] for name in PLAIN},
         "tempering": saved.get("tempering", 1.0),
         "facts": saved["facts"],
-        "frozen": {name: p.to(device) for name, p in frozen.items()},
+        "frozen": frozen,
         "calibration": None if calibration is None else (law, calibration),
+        "walked": (origin_of(base, space, infer, preparation, frozen), Skeleton(prepared, space)),
     }
+
+
+def origin_of(
+    model: nn.Module, space: Space, infer: tuple[str, ...], preparation: Preparation, frozen: Mapping[str, Tensor]
+) -> tuple[Any, ...]:
+    """What the skeleton of a posterior is made of: it is made anew where this is another."""
+    return id(model), space, infer, repr(preparation), tuple(frozen)
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -119,12 +129,6 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
     """A hash of the weights that a file does not hold: draws for one base model are wrong on another."""
     return checksum({name: p for name, p in model.named_parameters() if name not in in_file})
-
-
-def _prepared(model: nn.Module, infer: tuple[str, ...], preparation: Preparation) -> nn.Module:
-    """A private tree of the model with everything that its passes need; what is drawn at random here is not used."""
-    with stream(0, "preparation"):
-        return preparation(shadow(model, infer))
 
 
 def _sum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
@@ -149,21 +153,22 @@ def _with_attention(model: nn.Module, saved: Mapping[str, Any], infer: tuple[str
         raise DamagedFileError(f"posterior {folder} belongs to another model: {error}") from error
 
 
-def _check_fits(
+def _fitting(
     folder: Path,
     model: nn.Module,
     space: Space,
     infer: tuple[str, ...],
     preparation: Preparation,
+    frozen: Mapping[str, Tensor],
     attention: Mapping[str, Any],
-) -> None:
-    """Raise unless the prepared model has the weights and the stochastic attention of the file."""
+) -> nn.Module:
+    """The prepared model, if it has the weights and the stochastic attention of the file; else an error."""
     names = dict(model.named_parameters(remove_duplicate=False))
     missing = next((name for name in infer if name not in names), None)
     if missing is not None:
         raise DamagedFileError(f"posterior {folder} belongs to another model: it infers {missing!r}, which is absent.")
     try:
-        prepared = _prepared(model, infer, preparation)
+        prepared = prepared_tree(model, infer, preparation, frozen)
         here = Space.of(prepared)
     except (ValueError, AttributeError) as error:
         raise DamagedFileError(f"posterior {folder} belongs to another model: {error}") from error
@@ -175,6 +180,7 @@ def _check_fits(
             f"posterior {folder} belongs to another model: its method gives it stochastic attention "
             f"{attention or 'nowhere'} in the file and {own or 'nowhere'} here."
         )
+    return prepared
 
 
 def _difference(there: Space, here: Space) -> str:
