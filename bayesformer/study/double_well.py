@@ -59,7 +59,7 @@ class Wells(NamedTuple):
 
 
 def truth() -> Wells:
-    """By a sum over a fine grid."""
+    """Those of the density itself, by a sum over a fine grid."""
     theta = torch.linspace(-3, 3, 60_001, dtype=torch.float64, device="cpu")
     return wells(theta, DoubleWell.log_density(theta).exp())
 
