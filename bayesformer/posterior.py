@@ -33,7 +33,13 @@ from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
-from bayesformer.predict.adapter_files import export_adapters, has_adapter, with_adapter, write_adapter
+from bayesformer.predict.adapter_files import (
+    check_exportable,
+    export_adapters,
+    has_adapter,
+    with_adapter,
+    write_adapter,
+)
 from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
 from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
@@ -46,6 +52,7 @@ from bayesformer.predict.tempering import best_temperature
 from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
 
+FEW_DRAWS = 8  # of the weights, for generating text and for adapters that are exported
 TRIAL_EXAMPLES = 2  # examples of a trial pass
 T = TypeVar("T")
 
@@ -418,7 +425,7 @@ class Posterior:
     def generate(
         self,
         inputs: Any,
-        draws: int = 8,
+        draws: int | None = None,
         *,
         max_new_tokens: int = 32,
         do_sample: bool = False,
@@ -438,7 +445,7 @@ class Posterior:
         Args:
             inputs: text, a list of texts (with a tokenizer), or a mapping with input_ids and attention_mask (B, T),
                 padded on the left.
-            draws: of the weights; at most as many as the posterior has.
+            draws: of the weights; by default 8, or as many as the posterior has if these are fewer.
             max_new_tokens: of each sequence.
             do_sample: draw tokens, instead of taking the most probable one.
             temperature: of the averaged probabilities that tokens are drawn from.
@@ -451,7 +458,7 @@ class Posterior:
         """
         from bayesformer.generation.writing import Choosing, write
 
-        self._check_draws(draws, None if self.noisy_draws else self.law.available)
+        draws = self._few_draws(draws)
         self._check_base()
         choose = Choosing(do_sample, temperature, top_p)
         return write(
@@ -467,7 +474,16 @@ class Posterior:
             on_step=on_step,
         )
 
-    def sample_answers(self, inputs: Any, answers: int = 5, *, draws: int = 8, **options: Any) -> SampledAnswers:
+    def _few_draws(self, given: int | None) -> int:
+        """The draws asked for, checked; by default 8, or all there are if these are fewer."""
+        available = None if self.noisy_draws else self.law.available
+        draws = min(FEW_DRAWS, available or FEW_DRAWS) if given is None else given
+        self._check_draws(draws, available)
+        return draws
+
+    def sample_answers(
+        self, inputs: Any, answers: int = 5, *, draws: int | None = None, **options: Any
+    ) -> SampledAnswers:
         """Several sampled answers to each prompt, and what they say of how sure the model is; options of `generate`.
 
         Predictive entropy over answers, its length-normalised form, lexical similarity and self-certainty: scores of a
@@ -632,12 +648,15 @@ class Posterior:
             found = self._calibrate(self.examples)
         return saving.save(self, Path(folder), found)
 
-    def export_adapters(self, folder: str | Path, draws: int = 8, seed: int = 0) -> list[Path]:
+    def export_adapters(self, folder: str | Path, draws: int | None = None, seed: int = 0) -> list[Path]:
         """Write draws of LoRA adapters as plain PEFT adapters, folder/draw-0 and so on, for any server that loads such.
 
-        Averaging the probabilities of these adapters is what `predict` does with the same draws and seed.
+        Averaging the probabilities of these adapters is what `predict` does with the same draws and seed, if it draws
+        weights (predictive="sampled"). By default 8 draws, or as many as the posterior has if these are fewer. A folder
+        that has draws of an earlier call is refused.
         """
-        self._check_draws(draws, None if self.noisy_draws else self.law.available)
+        check_exportable(self, Path(folder))
+        draws = self._few_draws(draws)
         self._check_base()
         return export_adapters(self, Path(folder), draws, seed)
 

@@ -46,15 +46,13 @@ def test_peft_loads_the_mean_and_we_the_whole_on_the_plain_base(method, name, tm
     mean = PeftModel.from_pretrained(base(), tmp_path).eval()
     with posterior.at_mean.borrow() as shell, torch.no_grad():
         torch.testing.assert_close(mean(**batch()).logits, shell(batch()), atol=1e-6, rtol=1e-5)
-    if name != "default":
-        return
     plain = base()
     before = {key: value.clone() for key, value in plain.state_dict().items()}
     whole = bf.Posterior.load(tmp_path, plain)
     assert torch.equal(whole.predict(batch()).probs, posterior.predict(batch()).probs)
     assert plain.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in plain.state_dict().items())
-    again = bf.Posterior.load(tmp_path, adapted())
+    again = bf.Posterior.load(tmp_path, adapted(name=name))
     assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
 
 
@@ -83,6 +81,9 @@ def test_what_cannot_be_exported_or_loaded_is_refused(tmp_path):
         bf.Posterior.load(tmp_path / "p", base(seed=7))
     with pytest.raises(ValueError, match="between 1 and 2"):
         posterior.export_adapters(tmp_path / "d", draws=3)
+    assert len(posterior.export_adapters(tmp_path / "all")) == 2
+    with pytest.raises(ValueError, match="no draws of an earlier export"):
+        posterior.export_adapters(tmp_path / "all", draws=1)
     x, y = torch.randn(8, 2), torch.randint(2, (8,))
     plain = bf.fit(torch.nn.Linear(2, 2), (x, y), likelihood="categorical", training=bf.Training(1))
     with pytest.raises(ValueError, match="adapters of a PEFT model; got Linear"):

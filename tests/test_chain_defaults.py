@@ -277,3 +277,19 @@ def test_a_pace_is_translated_to_the_units_of_the_transforms():
     """log joint / N at temperature 1/N: lr = h √N and friction γ/√N with momenta, lr = h N without."""
     assert Pace(0.05, 1.0, 100, 20.0).units(1000) == pytest.approx((1.58, 0.0316), rel=1e-2)
     assert Pace(0.025, None, 100, 20.0).units(1000) == (25.0, None)
+
+
+def test_batches_are_evened_so_that_a_small_last_one_does_not_heat_the_chain():
+    """51 examples in batches of 50 would be 50 and 1: the spread was 3 to 4 times the posterior's."""
+    assert bf.Training(batch_size=50).evened(51).batch_size == 26
+    assert bf.Training(batch_size=50).evened(1001).batch_size == 48
+    assert bf.Training(batch_size=50).evened(20).batch_size == 20
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(51, 3, generator=g)
+    y = x.sum(1, keepdim=True) + 0.5 * torch.randn(51, 1, generator=g)
+    model = torch.nn.Linear(3, 1, bias=False)
+    posterior = bf.fit(model, (x, y), likelihood=bf.Gaussian(0.5), method=bf.Sghmc())
+    covariance = torch.linalg.inv(x.mT @ x / 0.25 + torch.eye(3))
+    ratio = posterior.theta.std(0) / covariance.diagonal().sqrt()
+    assert ((ratio > 0.7) & (ratio < 1.4)).all(), ratio
+    assert posterior.doubts == ()

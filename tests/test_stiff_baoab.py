@@ -227,10 +227,26 @@ def test_without_stiff_friction_batches_heat_and_the_control_sees_it():
             return torch.zeros(1, len(self.mean), **make)
 
     _, state = chain(Blind(), 5, 2000, StiffSettings(1 / 400, 20.0, friction=0.01, burn_in=200))
-    assert float(state.measured.kinetic / state.measured.steps) > 1.5
-    assert float(state.control.period) == 5
+    assert float(state.measured.kinetic / state.measured.steps) > 1.15
+    assert float(state.control.period) < 10  # it starts at half of the longest
     _, state = chain(Regression(size=6), 200, 1500, StiffSettings(1 / 400, 12.0, rows=32))
-    assert float(state.control.period) > 8
+    assert float(state.control.period) > 7  # it starts at 6
+
+
+def test_a_step_that_is_too_long_is_followed_by_a_shorter_one_and_the_chain_stays_finite():
+    """The curvature grows a thousandfold after the first look, as that of a network may on its way from the mode."""
+
+    class Growing(Regression):
+        def curvature_times(self, params, batch, vector):
+            return super().curvature_times(params, batch, vector) / 1000
+
+        def scores(self, params, batch, count):
+            return torch.zeros(1, len(self.mean), **make)
+
+    theta, state = chain(Growing(size=6), 40, 2000, StiffSettings(1 / 400, 10.0, burn_in=500))
+    assert theta.isfinite().all()
+    assert float(state.measured.kinetic / state.measured.steps) < 3
+    assert float(state.control.largest) > float(torch.linalg.eigvalsh(Growing(size=6).precision).max()) / 8
 
 
 def test_pure_and_in_place_steps_agree_and_pure_steps_keep_the_state():

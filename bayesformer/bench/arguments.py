@@ -242,7 +242,7 @@ def _add_generate(verbs: Any) -> None:
     generate.add_argument("prompt", help="the text to continue")
     generate.add_argument("--posterior", type=Path, required=True, help="folder of a saved posterior")
     generate.add_argument("--gguf", help="name of a GGUF file in the model's folder to read it from")
-    generate.add_argument("--draws", type=int, default=8, help="draws of the weights (8)")
+    generate.add_argument("--draws", type=int, help="draws of the weights (8, or all there are if fewer)")
     generate.add_argument("--max-new-tokens", type=int, default=64, help="tokens to write, at most (64)")
     generate.add_argument("--sample", action="store_true", help="draw tokens instead of taking the most probable one")
     generate.add_argument("--temperature", type=float, default=1.0, help="of drawn tokens (1)")

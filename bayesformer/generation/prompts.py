@@ -38,7 +38,7 @@ def as_prompts(model: nn.Module, inputs: Any, tokenizer: Any, device: torch.devi
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         raise ValueError(f"input_ids must be whole numbers (B, T); got {_described(ids)}.")
-    mask = torch.ones_like(ids) if mask is None else mask
+    mask = _mask_of(model, ids) if mask is None else mask
     _check(model, ids, mask)
     return Prompts(ids.to(device).long(), mask.to(device).long())
 
@@ -119,6 +119,17 @@ def _check(model: nn.Module, ids: Tensor, mask: Tensor) -> None:
             f"input_ids must lie in 0..{rows - 1}, the model's embeddings; got {int(counted.min())}.."
             f"{int(counted.max())}. Does the tokenizer belong to this model?"
         )
+
+
+def _mask_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """1 after the pad tokens at the start of a row, if the pad token is not an end token: as transformers does."""
+    base: Any = unwrapped(model)
+    config = getattr(base, "generation_config", None) or getattr(base, "config", None)
+    pad, end = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
+    ends = end if isinstance(end, list | tuple) else [end]
+    if not isinstance(pad, int) or pad in ends:
+        return torch.ones_like(ids)
+    return ((ids != pad).long().cumsum(1) > 0).long()
 
 
 def _described(value: Any) -> str:

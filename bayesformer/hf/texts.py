@@ -19,9 +19,11 @@ def encode(
         rows: mappings with the columns named below, or plain texts.
         tokenizer: of the model.
         text: the column with the text, or two columns for pairs of sentences.
-        label: the column with the label; None leaves it out, for a language model its tokens then are the labels.
+        label: the column with the label; None takes the tokens themselves, as a language model learns them.
         max_length: tokens of an example, at most.
     """
+    if isinstance(rows, str):
+        raise ValueError("rows must be a list of texts or of mappings; got one text.")
     columns = (text,) if isinstance(text, str) else tuple(text)
     found = []
     for number, row in enumerate(rows):
@@ -30,7 +32,11 @@ def encode(
         if missing is not None:
             raise ValueError(f"rows must have the column {missing!r}; number {number} has {list(given)}.")
         example = dict(tokenizer(*(given[name] for name in columns), truncation=True, max_length=max_length))
-        if label is not None and not isinstance(row, str):
+        if not example["input_ids"]:
+            raise ValueError(f"rows must have at least one token each; number {number} has none.")
+        if label is None or isinstance(row, str):
+            example["labels"] = list(example["input_ids"])
+        else:
             if label not in given:
                 raise ValueError(f"rows must have the column {label!r}; number {number} has {list(given)}.")
             example["labels"] = given[label]

@@ -17,6 +17,7 @@ from bayesformer.inference.stiff_friction import StiffDirections, no_directions,
 
 FIRST_PRODUCTS = 3  # of the power iteration before the first step, from the stiffest direction of the scores
 SHORTEST = 5  # steps between gradients over all data
+BURSTING = 3.0  # mean of p² in one step that no stable chain reaches; it is 1, and fluctuates by √(2/P)
 HOT, COLD = 1.15, 1.05  # kinetic temperatures above and below which that period becomes shorter and longer
 SHRINK, GROW = 0.7, 1.15
 ENOUGH = 150  # weights whose mean p² over one period is looked at; of fewer, that over several periods
@@ -100,9 +101,10 @@ def build(log_joint: WholeLogJoint, scale: Tensor, settings: StiffSettings) -> T
 
     The target is exp(U/T), U the log joint over N. With the standard deviations of a Gaussian prior as `scale`, that
     prior is N(0, I) in φ (at T = 1/N). Every `every` steps the curvature is looked at: λ, a running maximum of a power
-    iteration on the current batch, gives the step h = 1/√λ; the stiff directions and their friction γ_i = 2√λ_i come
-    from scores at outputs that the model draws. That friction takes away the heat of the gradients' noise, which is
-    proportional to the curvature, and leaves the target as it is.
+    iteration on the current batch and of the largest λ_i, gives the step h = 1/√λ; the stiff directions and their
+    friction γ_i = 2√λ_i come from scores at outputs that the model draws. That friction takes away the heat of the
+    gradients' noise, which is proportional to the curvature, and leaves the target as it is. A step after which the
+    mean of p² is beyond 3 was too long: momenta are drawn anew, λ is doubled, the next gradient is over all data.
 
     Every K steps the gradient is that over all data. The kinetic temperature, the mean of p² since the last one, moves
     K: above 1.15 it is multiplied by 0.7 (5 at least), below 1.05 by 1.15 (`longest` at most); it starts at half of
@@ -175,7 +177,16 @@ def update(
     theta.addcmul_(scale, p, value=h / 2)
     state.step.add_(1)
     _note(state, heat, along, h, step >= s.burn_in)
+    if float(heat) > BURSTING + 10 * math.sqrt(2 / len(p)):
+        _calm(state)
     return state, outputs
+
+
+def _calm(state: StiffState) -> None:
+    """After a step that was too long for a curvature that has grown: new momenta, a shorter step, a new snapshot."""
+    state.momenta[THETA].copy_(normal_like(state.momenta[THETA]))
+    state.control.largest.mul_(2)
+    state.snapshot.age.fill_(-1)
 
 
 def _look(state: StiffState, batch: Batch, log_joint: WholeLogJoint, scale: Tensor, s: StiffSettings) -> None:
@@ -194,7 +205,7 @@ def _look(state: StiffState, batch: Batch, log_joint: WholeLogJoint, scale: Tens
         product = log_joint.curvature_times(state.params, batch, scale * control.power).mul_(scale)
         length = product.norm()
         control.power.copy_(product / length)
-    largest = float(length) / s.temperature
+    largest = max(float(length) / s.temperature, float(found.curvature[-1]))  # scores see a growth at once
     control.largest.mul_(1 - s.decay).clamp_min_(largest)
     state.measured.examples.add_(len(scores) + PRODUCT_COST * len(batch.targets))
     if first:

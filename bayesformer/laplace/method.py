@@ -188,7 +188,10 @@ class Laplace:
     def posterior_at(
         self, prototype: Prototype, around: FoundMode, facts: Mapping[str, Any], move: bool = False
     ) -> Posterior:
-        """The posterior around a mode; with `move` around that under the prior that is chosen, where it is cheap."""
+        """The posterior around a mode; with `move` around that under the prior that is chosen, where it is cheap.
+
+        A prior chosen on validation data was judged with the weights as they are, and leaves them there.
+        """
         started, likelihood, seed = time.perf_counter(), prototype.likelihood, int(facts.get("seed", 0))
         mode = around.start
         found = self.estimate(prototype, mode, seed)
@@ -201,10 +204,12 @@ class Laplace:
             ways: dict[str, Any] = {"predictive": self.predictive, "link": self.link, "default_draws": self.draws}
             return replace(posterior_of(prototype, law, {}, **ways), likelihood=known)
 
-        tuned = tune(self.resolved(prototype.validation), at, posterior, prototype.validation)
+        resolved = self.resolved(prototype.validation)
+        tuned = tune(resolved, at, posterior, prototype.validation)
+        move = move and resolved.prior_precision != "validation" and self.per == "one"
         precision = self.precision * self.temperature
         chosen = float(tuned.precisions[0]) / float(at.scale(tuned.sigma))
-        if move and self.per == "one" and around.decrement is not None and not math.isclose(chosen, precision):
+        if move and around.decrement is not None and not math.isclose(chosen, precision):
             precision = chosen
             around = nearest_mode(self, prototype, mode, precision)
             mode = around.start

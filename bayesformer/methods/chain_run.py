@@ -273,6 +273,7 @@ def whitened_chains(run: ChainRun, found: Coordinates, recipe: int | None = None
     if friction != "auto":
         pace = replace(pace, friction=friction * math.sqrt(run.problem.num_data))
     training = run.sampling(run.epochs_per_chain(pace.epochs if recipe is None else recipe))
+    training = training.evened(run.problem.num_data)
     before = langevin_checks.before(run, found, pace, training.epochs)
     for doubt in before:
         log.warning(doubt.sentence)

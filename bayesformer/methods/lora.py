@@ -275,6 +275,10 @@ def _rotated(prototype: Prototype, theta: Tensor) -> tuple[Tensor, Tensor]:
     """(P,), (P,): weights with B' and A' in the place of B and A, and 1 / d_i at the entries of A', 0 elsewhere."""
     mean, inverse = theta.clone(), torch.zeros_like(theta)
     means, inverses = prototype.space.views(mean), prototype.space.views(inverse)
+    if all(not bool(means[b].any()) for _, b in adapters_in(prototype)):
+        raise ValueError(
+            "adapters must be trained, for noise on A shows through B alone; every B is 0. Train them first."
+        )
     for a, b in adapters_in(prototype):
         u, d, vt = torch.linalg.svd(means[b].double(), full_matrices=False)
         means[a].copy_(vt @ means[a].double())

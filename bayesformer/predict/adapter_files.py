@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from bayesformer.core.errors import DamagedFileError
-from bayesformer.core.storage import write_tensors
+from bayesformer.core.storage import read_json, write_tensors
 from bayesformer.model.skeleton import shadow
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def write_adapter(posterior: Posterior, theta: Tensor, folder: Path) -> None:
             config.inference_mode = inference
 
 
-def export_adapters(posterior: Posterior, folder: Path, draws: int, seed: int) -> list[Path]:
-    """Draws as plain PEFT adapters, one folder each."""
+def check_exportable(posterior: Posterior, folder: Path) -> None:
+    """Refuse posteriors that are not over adapters, and folders that hold draws already."""
     if not has_adapter(posterior.model):
         raise ValueError(
             f"export_adapters needs a posterior over adapters of a PEFT model; got {type(posterior.model).__name__}."
@@ -59,6 +59,13 @@ def export_adapters(posterior: Posterior, folder: Path, draws: int, seed: int) -
             "export_adapters needs draws of the weights; this posterior is of a random network, whose noise no adapter "
             "can hold."
         )
+    there = sorted(path.name for path in folder.glob("draw-*"))
+    if there:
+        raise ValueError(f"folder must have no draws of an earlier export; {folder} has {', '.join(there[:3])}.")
+
+
+def export_adapters(posterior: Posterior, folder: Path, draws: int, seed: int) -> list[Path]:
+    """Draws as plain PEFT adapters, one folder each."""
     folders = [folder / f"draw-{draw}" for draw in range(draws)]
     for draw, path in enumerate(folders):
         write_adapter(posterior, posterior.law.row(draw, seed), path)
@@ -79,6 +86,14 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
     names = [name for name, p in model.named_parameters() if p.is_floating_point()]
     private: Any = shadow(model, names[:1])
     try:
-        return PeftModel.from_pretrained(private, str(folder), is_trainable=True)
+        return PeftModel.from_pretrained(private, str(folder), adapter_name=_active(folder), is_trainable=True)
     except (ValueError, RuntimeError, KeyError) as error:
         raise DamagedFileError(f"posterior {folder} belongs to another base model: {error}") from error
+
+
+def _active(folder: Path) -> str:
+    """The name under which the adapter was active when the posterior was saved."""
+    active = [
+        name for names, *_ in read_json(folder / "posterior.json", "posterior").get("adapters", []) for name in names
+    ]
+    return str(active[0]) if active else "default"

@@ -11,6 +11,7 @@ from bayesformer.predict.conformal_sets import paired_predictions
 if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
 
+FEWEST = 10  # targets, below which a temperature would be chosen by chance
 LOWEST, HIGHEST = 1e-2, 1e2  # temperatures that are tried
 
 
@@ -26,6 +27,8 @@ def best_temperature(posterior: Posterior, validation: Any) -> tuple[float, dict
         kind = type(pairs[0][0]).__name__
         raise ValueError(f"calibrate needs a posterior that predicts classes or Gaussian values; got {kind}.")
     count = sum(len(y) for _, y in pairs)
+    if count < FEWEST:
+        raise ValueError(f"validation must have at least {FEWEST} targets to choose a temperature by; got {count}.")
 
     def score(log_t: float) -> float:
         values = (p.tempered(math.exp(log_t)).log_prob(y) for p, y in pairs)  # type: ignore[attr-defined]

@@ -87,7 +87,7 @@ class AroundMode:
 
         Without either, where `warm_up` leaves a share of the training, that share. `max_steps` bounds this stage, too.
         """
-        whole = self.prototype.problem.training
+        whole = self.prototype.problem.training.evened(self.prototype.problem.num_data)
         if epochs != "auto":
             return replace(whole, epochs=epochs)
         if self.warm_up != "auto":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bayesformer.core.settings import LATER
@@ -70,6 +70,14 @@ class Training:
         """Steps of a whole training, given those of one epoch."""
         total = self.epochs * per_epoch
         return total if self.max_steps is None else min(total, self.max_steps)
+
+    def evened(self, num_data: int) -> Training:
+        """The same number of batches per epoch, as equal in size as can be.
+
+        A last batch of few examples would give each of them the weight of many, and its noise heats a chain.
+        """
+        batches = steps_per_epoch(num_data, self.batch_size)
+        return replace(self, batch_size=steps_per_epoch(num_data, batches))
 
     def adam(self, steps: int) -> Adam:
         """The optimiser these settings describe, for this many steps in all."""
