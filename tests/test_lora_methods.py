@@ -209,3 +209,12 @@ def test_equal_seeds_are_equal_fits_and_the_callers_streams_stay():
     assert torch.equal(one.law.mean, two.law.mean)
     assert torch.equal(one.law.variance(), two.law.variance())
     assert random.getstate() == python
+
+
+def test_signs_of_outputs_are_drawn_for_every_token():
+    """One input: without them both outputs of a token flip together, and E[n_11 n_12 n_21 n_22] = Ω²_1 Ω²_2 x⁴, not 0."""
+    layer = BlobLinear(nn.Parameter(torch.zeros(2, 1)), "token", epsilon=1.0).double()
+    x = torch.ones(1, 2, 1, dtype=torch.float64)
+    with drawing_from([torch.Generator().manual_seed(3)]), torch.no_grad():
+        noise = torch.stack([layer(x)[0] for _ in range(20_000)])  # (draws, T, r)
+    assert_mean(noise.flatten(1).prod(1), torch.zeros((), dtype=torch.float64))
