@@ -212,7 +212,7 @@ def test_equal_seeds_are_equal_fits_and_the_callers_streams_stay():
 
 
 def test_signs_of_outputs_are_drawn_for_every_token():
-    """One input: without them both outputs of a token flip together, and E[n_11 n_12 n_21 n_22] = Ω²_1 Ω²_2 x⁴, not 0."""
+    """One input: without them both outputs of a token flip together, and the mean product of four is not 0."""
     layer = BlobLinear(nn.Parameter(torch.zeros(2, 1)), "token", epsilon=1.0).double()
     x = torch.ones(1, 2, 1, dtype=torch.float64)
     with drawing_from([torch.Generator().manual_seed(3)]), torch.no_grad():
