@@ -60,6 +60,15 @@ class Temperable(Protocol):
         ...
 
 
+class Ahead(Protocol):
+    """A predictive that may be about later positions than its own."""
+
+    @property
+    def ahead(self) -> int:
+        """How many positions later the target stands."""
+        ...
+
+
 def log_mean_exp(values: Tensor, dim: int = 0) -> Tensor:
     """log of the mean of exp(values), without leaving log space."""
     return values.logsumexp(dim) - math.log(values.shape[dim])
@@ -138,6 +147,10 @@ class CategoricalPredictive:
     def select(self, mask: Tensor) -> CategoricalPredictive:
         """The M questions where `mask` is True, as (L, M, C)."""
         return CategoricalPredictive(self.log_probs[:, mask])
+
+    def first_positions(self, count: int) -> CategoricalPredictive:
+        """The first rows (L, B, count, C) of every example, to be compared with targets position by position."""
+        return CategoricalPredictive(self.log_probs[:, :, :count])
 
 
 @dataclass(frozen=True)
@@ -277,15 +290,15 @@ def aligned(predictive: P, targets: Tensor, mask: Tensor | None = None) -> tuple
     They are that already, unless the predictive is about later positions: then the last predictions and the first
     targets, which have no partner, are left out, and (B, T) becomes (B, T - ahead).
     """
-    if not isinstance(predictive, CategoricalPredictive) or not predictive.ahead:
+    ahead: int = getattr(predictive, "ahead", 0)
+    if not ahead:
         return predictive, targets, mask
     check_targets_shape(targets, predictive.shape)
-    ahead, last = predictive.ahead, targets.shape[1] - predictive.ahead
-    rows = CategoricalPredictive(predictive.log_probs[:, :, :last])
-    return rows, targets[:, ahead:], None if mask is None else mask[:, ahead:]  # type: ignore[return-value]
+    rows = predictive.first_positions(targets.shape[1] - ahead)  # type: ignore[attr-defined]
+    return rows, targets[:, ahead:], None if mask is None else mask[:, ahead:]
 
 
-def check_not_ahead(predictive: CategoricalPredictive) -> None:
+def check_not_ahead(predictive: Ahead) -> None:
     """Refuse to compare predictions of next tokens with the tokens at the same positions."""
     if predictive.ahead:
         raise ValueError(
