@@ -783,7 +783,8 @@ def _check_settings(way: str, settings: Any) -> None:
 
 def _check_gaussian(posterior: Posterior, way: str) -> None:
     if not isinstance(posterior.law, GaussianLaw):
-        what = "a random network" if posterior.noisy_draws else f"{posterior.law.available} draws"
+        kind = type(posterior.law).__name__ if posterior.law.available is None else f"{posterior.law.available} draws"
+        what = "a random network" if posterior.noisy_draws else kind
         raise ValueError(
             f"predictive={way!r} needs a posterior that is a Gaussian over the weights; this one is {what}. "
             "Use predictive='sampled'."

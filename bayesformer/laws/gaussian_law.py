@@ -151,8 +151,8 @@ def to_tensors(block: Block) -> tuple[str, Params]:
     return kind, {name: part for name, part in parts.items() if part is not None}
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw | LocationScaleLaw:
-    """The law that `tensors()` described; also in the form of files from before there were blocks."""
+def one_from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw | LocationScaleLaw:
+    """The law, no mixture, that `tensors()` described; also in the form of files from before there were blocks."""
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
     if "theta" in tensors:
         return Samples(tensors["theta"], buffers)
