@@ -20,7 +20,7 @@ from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params
 from bayesformer.data import as_batches, as_inputs
 from bayesformer.data.inputs import inputs_to, leaves, map_inputs
-from bayesformer.data.unlabelled import Asked, InputBatches
+from bayesformer.data.unlabelled import Asked, InputBatches, TensorInputs
 from bayesformer.generation import Generation, SampledAnswers
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
@@ -41,7 +41,16 @@ from bayesformer.predict.adapter_files import (
     with_adapter,
     write_adapter,
 )
-from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
+from bayesformer.predict.assemble import (
+    PASS_NUMBERS,
+    ROUND,
+    ROUND_NUMBERS,
+    Convert,
+    assemble,
+    pass_numbers,
+    rounds_of,
+    tensors_of,
+)
 from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.sampled import DrawPlan, Sampler
@@ -50,7 +59,7 @@ from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamlin
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
 from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
 from bayesformer.predict.tempering import best_temperature
-from bayesformer.predict.token_reduction import MISSING, TOP, TokenReduction, reduced_rounds
+from bayesformer.predict.token_reduction import MISSING, TOP, TokenReduction, drawn_in_groups, reduced_rounds
 from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
 
@@ -421,18 +430,43 @@ class Posterior:
         top: int,
     ) -> Predictive:
         """The predictive of outputs that are Gaussian."""
-        reduces = self._reduces(full, top)
-        found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
         chosen = self.link if link is None else link
-        made = self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
-        tempered = self._tempered(made)
-        if not reduces:
-            return tempered
-        assert isinstance(tempered, CategoricalPredictive)
-        asked = next(self._inputs(inputs).labelled(2**62, self.device))
-        reduction = self._reduction(asked, None, 1.0, top)
-        reduction.add_predictive(tempered)
-        return reduction.result()
+        count = self.default_draws if draws is None else draws
+        if self._reduces(full, top):
+            return self._reduced_gaussian(way, inputs, count, chosen, seed, batch_size, settings, top)
+        found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
+        return self._tempered(self.likelihood.predictive(found, chosen, count, seed))
+
+    def _reduced_gaussian(
+        self,
+        way: Way,
+        inputs: Any,
+        draws: int,
+        link: Link | None,
+        seed: int,
+        batch_size: int | None,
+        settings: Any,
+        top: int,
+    ) -> TokenPredictive:
+        """The same, reduced batch by batch and, where the outputs are drawn, a few draws at a time."""
+        data = self._inputs(inputs)
+        asked_about = self
+        if way == "streamlined":
+            _check_gaussian(self, way)
+            asked_about = replace(self, calibration=(self.law, self._calibration(data)))
+        with self.at_mean.borrow() as shell, torch.no_grad():
+            each = max(1, shell(inputs_to(data.first(1), self.device)).numel())
+        size = max(1, min(self._batch_size(batch_size), PASS_NUMBERS // each))
+        parts = []
+        for number, asked in enumerate(data.labelled(size, self.device)):
+            found = asked_about._gaussian_outputs(way, TensorInputs(asked.inputs), size, settings)
+            reduction = self._reduction(asked, None, 1.0, top)
+            for some, own_seed in drawn_in_groups(found, draws, link, seed, number):
+                made = self._tempered(self.likelihood.predictive(found, link, some, own_seed))
+                assert isinstance(made, CategoricalPredictive)
+                reduction.add_predictive(made)
+            parts.append(reduction.result())
+        return join_tokens(parts)
 
     def _reduces(self, full: bool, top: int) -> bool:
         """Whether predictions are reduced; the likelihood decides, unless all probabilities are asked for."""

@@ -85,6 +85,22 @@ def test_gaussian_outputs_are_reduced_too(way):
     check_equal(reduced, posterior.predict(data, draws=3, predictive=way, full=True), data["labels"])
 
 
+def test_gaussian_outputs_may_be_drawn_in_groups(monkeypatch):
+    """With many draws, in small batches and groups, it is what all draws at once say, within their noise."""
+    model = lora(llama())
+    mean = Space.of(model).pack(dict(model.named_parameters())).detach()
+    law = GaussianLaw(mean, (slice(0, len(mean)),), (Diagonal(torch.full_like(mean, 0.2)),), {})
+    posterior, data = bf.Posterior(model, bf.NextToken(), law, predictive="linearised"), some()
+    whole = posterior.predict(data, draws=3000, full=True)
+    monkeypatch.setattr(token_reduction, "HELD_NUMBERS", 50 * T * V)
+    reduced = posterior.predict(data, draws=3000, batch_size=2)
+    assert float(whole.epistemic.min()) > 1e-3
+    torch.testing.assert_close(reduced.epistemic.float(), whole.epistemic, rtol=0.2, atol=0)
+    torch.testing.assert_close(reduced.total.float(), whole.total, rtol=0, atol=2e-3)
+    closed = posterior.predict(data, link="probit", batch_size=2)
+    check_equal(closed, posterior.predict(data, link="probit", full=True), data["labels"])
+
+
 def test_one_draw_has_no_epistemic_uncertainty_at_all():
     found = posterior_over(llama(), draws=1).predict(some())
     assert torch.equal(found.epistemic, torch.zeros(B, T, dtype=torch.float64))

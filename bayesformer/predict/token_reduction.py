@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesformer.core.types import Draws
+from bayesformer.core.seeds import fold
+from bayesformer.core.types import Draws, GaussianOutputs
 from bayesformer.data.inputs import first_tensor
 from bayesformer.data.unlabelled import Asked
 from bayesformer.likelihoods import Likelihood
@@ -150,6 +151,20 @@ def reduced_rounds(
             reductions[number].add(outputs)
             del outputs
         yield join_tokens([reduction.result() for reduction in reductions])
+
+
+def drawn_in_groups(
+    outputs: GaussianOutputs | Draws, draws: int, link: Link | None, seed: int, batch: int
+) -> Iterator[tuple[int, int]]:
+    """How many draws of Gaussian outputs to make at once, and from which seed, group after group.
+
+    The first group of the first batch has the seed itself, so that few draws of few examples are those of the full
+    predictive. A closed form needs one group.
+    """
+    drawn = link in (None, "mc") and isinstance(outputs, GaussianOutputs)
+    each = max(1, HELD_NUMBERS // outputs[0].numel()) if drawn else draws
+    for number, start in enumerate(range(0, draws, each)):
+        yield min(each, draws - start), seed if batch == number == 0 else fold(seed, "outputs", batch, number)
 
 
 def _rounds(asked: Iterable[Asked], examples: int) -> Iterator[list[Asked]]:
