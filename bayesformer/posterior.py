@@ -53,6 +53,7 @@ from bayesformer.predict.assemble import (
 )
 from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.linearised import Linearised
+from bayesformer.predict.posterior_card import posterior_card
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.self_check import self_check
 from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamliner
@@ -790,6 +791,9 @@ class Posterior:
         for name, value in state.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "walked", (self._origin, self._walk()))
+
+    def _repr_html_(self) -> str:
+        return posterior_card(self)
 
     def __repr__(self) -> str:
         name = self.facts.get("method", {}).get("name", type(self.law).__name__)

@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from bayesformer.likelihoods.notebook_table import NotebookTable
 from bayesformer.likelihoods.predictive import check_not_ahead, check_targets_shape
 
 ASK = "Use predict(..., full=True) for all of them."
 
 
 @dataclass(frozen=True)
-class TokenPredictive:
+class TokenPredictive(NotebookTable):
     """Next tokens by what is mostly asked of them: uncertainties, the most probable tokens, the labels' probabilities.
 
     Everything is of the probabilities averaged over draws, in nats. Row t is about the token at position t + 1, as
@@ -65,6 +66,13 @@ class TokenPredictive:
     def first_positions(self, count: int) -> TokenPredictive:
         """The first rows of every example, to be compared with targets position by position."""
         return self._each(lambda value: value[:, :count])
+
+    def notebook_columns(self) -> dict[str, Tensor]:
+        """The most probable token and its probability, and the log-probability of the label where one was given."""
+        found = {"most probable": self.labels, "probability": self.top_probs[..., 0]}
+        if self.target_log_prob is not None and self.counted is not None:
+            found["log p(label)"] = self.target_log_prob.masked_fill(~self.counted, torch.nan)
+        return found
 
     def _each(self, change: Any) -> TokenPredictive:
         """Every tensor changed alike; what is left answers its own targets."""
