@@ -19,7 +19,7 @@ from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
-from bayesformer.likelihoods.language import decoder_inputs, resolve
+from bayesformer.likelihoods.language import check_tokens, decoder_inputs, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
@@ -227,6 +227,7 @@ class Prototype:
     def _check(self, data: Batches, label: str) -> None:
         """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
         batch = batch_to(data.first(TRIAL_EXAMPLES), self.skeleton.device)
+        check_tokens(self.model, batch.inputs if data.tensors is None else data.tensors.inputs, f"{label} data")
         outputs = self.trial(self.skeleton.shell(gradients=False), batch)
         if len(outputs) != len(batch.targets):
             raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(batch.targets)}.")
