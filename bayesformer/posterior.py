@@ -25,7 +25,7 @@ from bayesformer.generation import Generation, SampledAnswers
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
-from bayesformer.likelihoods.language import check_tokens, decoder_inputs
+from bayesformer.likelihoods.language import batches_for, check_tokens, decoder_inputs, padding_token
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive, Temperable
 from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
@@ -258,7 +258,7 @@ class Posterior:
         gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
         far they score below the mean, and whether linearised and sampled outputs spread alike.
         """
-        return self_check(self, as_batches(data, "data"))
+        return self_check(self, batches_for(self.model, as_batches(data, "data")))
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
@@ -631,7 +631,7 @@ class Posterior:
             made = decoder_inputs(self.model, inputs, given["labels"])
             check_tokens(self.model, made, "inputs")
             return as_inputs({**made, "labels": given["labels"]} if isinstance(made, dict) else made, "inputs")
-        data = as_inputs(given, "inputs")
+        data = as_inputs(given, "inputs").padded_with(padding_token(self.model))
         decoder_inputs(self.model, data.first(1))  # refuses an encoder-decoder model without any
         check_tokens(self.model, data.inputs if isinstance(data, TensorInputs) else data.first(1), "inputs")
         return data

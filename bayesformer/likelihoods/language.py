@@ -10,12 +10,15 @@ import inspect
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import Batch, Inputs
+from bayesformer.data.batches import Batches
+from bayesformer.data.mapped import Mapped
 from bayesformer.likelihoods import Likelihood, as_likelihood
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -64,6 +67,24 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
             "at t."
         )
     return known
+
+
+def batches_for(model: nn.Module, data: Batches) -> Batches:
+    """Labelled data as a model takes them: with its padding token, and with decoder inputs made of the labels."""
+    data = data.padded_with(padding_token(model))
+    first = data.first(1)
+    made = decoder_inputs(model, first.inputs, first.targets)
+    return data if made is first.inputs else Mapped(data, _DecoderInputs(model))
+
+
+@dataclass(frozen=True)
+class _DecoderInputs:
+    """Adds to a batch the decoder inputs that an encoder-decoder model makes of its labels."""
+
+    model: nn.Module
+
+    def __call__(self, batch: Batch) -> Batch:
+        return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))
 
 
 def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = None) -> Inputs:
@@ -132,6 +153,15 @@ def _position_rows(model: nn.Module) -> int | None:
             offset = 0 if module.padding_idx is None else module.padding_idx + 1
             return module.num_embeddings - offset
     return None
+
+
+def padding_token(model: nn.Module) -> int:
+    """The number of a model's padding token, 0 if it has none: classifiers with a decoder look for it at the end."""
+    config = getattr(unwrapped(model), "config", None)
+    for known in (config, getattr(config, "text_config", None)):
+        if isinstance(token := getattr(known, "pad_token_id", None), int):
+            return token
+    return 0
 
 
 def is_causal_language_model(model: nn.Module) -> bool:
