@@ -459,10 +459,10 @@ class Posterior:
             each = max(1, shell(inputs_to(data.first(1), self.device)).numel())
         size = max(1, min(self._batch_size(batch_size), PASS_NUMBERS // each))
         parts = []
-        for number, asked in enumerate(data.labelled(size, self.device)):
+        for asked in data.labelled(size, self.device):
             found = asked_about._gaussian_outputs(way, TensorInputs(asked.inputs), size, settings)
             reduction = self._reduction(asked, None, 1.0, top)
-            for some, own_seed in drawn_in_groups(found, draws, link, seed, number):
+            for some, own_seed in drawn_in_groups(size * each, draws, link, seed):
                 made = self._tempered(self.likelihood.predictive(found, link, some, own_seed))
                 assert isinstance(made, CategoricalPredictive)
                 reduction.add_predictive(made)

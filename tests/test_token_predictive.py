@@ -84,7 +84,7 @@ def test_gaussian_outputs_are_reduced_too(way):
     mean = Space.of(model).pack(dict(model.named_parameters())).detach()
     law = GaussianLaw(mean, (slice(0, len(mean)),), (Diagonal(torch.full_like(mean, 0.01)),), {})
     posterior, data = bf.Posterior(model, bf.NextToken(), law, tempering=1.3), some()
-    reduced = posterior.predict(data, draws=3, predictive=way)
+    reduced = posterior.predict(data, draws=3, predictive=way, batch_size=2)
     check_equal(reduced, posterior.predict(data, draws=3, predictive=way, full=True), data["labels"])
 
 
