@@ -778,6 +778,10 @@ class Posterior:
         are put in place by themselves. It gives the architecture and the frozen weights; it is not changed, and its
         inferred weights are not used. A file that is truncated, altered or was made for another model is refused.
         """
+        given: object = model
+        if not isinstance(given, nn.Module):
+            hint = " Call it, to give the model that it builds." if callable(given) else ""
+            raise ValueError(f"model must be an nn.Module; got {type(given).__name__}.{hint}")
         return cls(**saving.load(Path(folder), with_adapter(Path(folder), model)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:

@@ -121,6 +121,20 @@ def padding_token(model: nn.Module) -> int:
     return 0
 
 
+def check_tokens(model: nn.Module, inputs: Inputs, name: str) -> None:
+    """Refuse token numbers that a model of transformers has no embedding for."""
+    base: Any = unwrapped(model)
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    if not isinstance(ids, Tensor) or not ids.numel() or not callable(getattr(base, "get_input_embeddings", None)):
+        return
+    count = getattr(base.get_input_embeddings(), "num_embeddings", None)
+    if isinstance(count, int) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise ValueError(
+            f"{name}: input_ids must be token numbers from 0 to {count - 1}, the model's vocabulary; got "
+            f"{int(ids.min())} to {int(ids.max())}. Does the tokenizer belong to the model?"
+        )
+
+
 def is_causal_language_model(model: nn.Module) -> bool:
     """Whether a model is one of transformers' causal language models, or derives from one."""
     return hasattr(model, "config") and _named(model, CAUSAL) and not _is_encoder_decoder(model)
