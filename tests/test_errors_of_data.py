@@ -118,7 +118,7 @@ MISTAKES = {
     "nan": (lambda: fit(model=nan_weights()), "must be numbers; got NaN"),
     "tokens": (
         lambda: fit(model=llama(), data={"input_ids": IDS, "labels": IDS}, likelihood=bf.NextToken()),
-        "token numbers from 0 to 9",
+        r"must lie in 0\.\.9",
     ),
     "builder": (lambda: bf.Posterior.load("nowhere", lambda: nn.Linear(3, 2)), "Call it, to give the model"),
     "keys": (lambda: fit(data=[{"input": [1.0], "labels": 0}, {"input": [1.0]}]), "number 1 of it"),

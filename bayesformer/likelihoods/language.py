@@ -25,6 +25,8 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 """ends of the names of transformers' causal language models"""
 NOT_GENERATING = ("Classification", "QuestionAnswering")
 """parts of the names of encoder-decoder models whose labels are no tokens to be generated"""
+POSITIONS = ("position_embeddings", "wpe")
+"""names of tables of learned positions"""
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
 logger = logging.getLogger("bayesformer")
@@ -112,6 +114,47 @@ def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = Non
     return made
 
 
+def check_tokens(model: nn.Module, inputs: Inputs, name: str) -> None:
+    """Refuse token numbers that have no row among the model's embeddings, and more tokens than it has positions.
+
+    Torch would say that an index is out of range, and not of what.
+    """
+    rows, ids = vocabulary(model), _input_ids(inputs)
+    if rows is None or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"input_ids of {name} must lie in 0..{rows - 1}, the model's embeddings; got {low}..{high}. "
+            "Does the tokenizer belong to this model?"
+        )
+    limit = _position_rows(model)
+    if limit is not None and ids.shape[1] > limit:
+        raise ValueError(
+            f"{name} must have at most {limit} tokens each, the positions that the model has; got {ids.shape[1]}. "
+            f"Cut them: tokenizer(..., truncation=True, max_length={limit})."
+        )
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """Rows of the input embeddings, where the model says."""
+    base: Any = unwrapped(model)
+    try:
+        embedding = base.get_input_embeddings() if callable(getattr(base, "get_input_embeddings", None)) else None
+    except NotImplementedError:  # models of transformers without tokens
+        return None
+    return len(embedding.weight) if isinstance(embedding, nn.Embedding) else None
+
+
+def _position_rows(model: nn.Module) -> int | None:
+    """Positions that a model has learned embeddings of; None where it has none, or computes them."""
+    for path, module in unwrapped(model).named_modules():
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in POSITIONS:
+            offset = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - offset
+    return None
+
+
 def padding_token(model: nn.Module) -> int:
     """The number of a model's padding token, 0 if it has none: classifiers with a decoder look for it at the end."""
     config = getattr(unwrapped(model), "config", None)
@@ -119,20 +162,6 @@ def padding_token(model: nn.Module) -> int:
         if isinstance(token := getattr(known, "pad_token_id", None), int):
             return token
     return 0
-
-
-def check_tokens(model: nn.Module, inputs: Inputs, name: str) -> None:
-    """Refuse token numbers that a model of transformers has no embedding for."""
-    base: Any = unwrapped(model)
-    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
-    if not isinstance(ids, Tensor) or not ids.numel() or not callable(getattr(base, "get_input_embeddings", None)):
-        return
-    count = getattr(base.get_input_embeddings(), "num_embeddings", None)
-    if isinstance(count, int) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
-        raise ValueError(
-            f"{name}: input_ids must be token numbers from 0 to {count - 1}, the model's vocabulary; got "
-            f"{int(ids.min())} to {int(ids.max())}. Does the tokenizer belong to the model?"
-        )
 
 
 def is_causal_language_model(model: nn.Module) -> bool:

@@ -225,8 +225,8 @@ class Prototype:
         outputs = self.trial(self.skeleton.shell(gradients=False), batch)
         if bool(outputs.isnan().any()):
             raise ValueError(
-                f"{label} data: outputs of the model on the first examples must be numbers; got NaN. Look for NaN in the "
-                "weights of the model and in its inputs."
+                f"{label} data: outputs of the model on the first examples must be numbers; got NaN. Look for NaN in "
+                "the weights of the model and in its inputs."
             )
         if len(outputs) != len(batch.targets):
             raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(batch.targets)}.")
