@@ -314,10 +314,11 @@ def _study_bars(arguments: argparse.Namespace) -> int:
     _check_file(arguments.output, "--output")
     chosen, methods = ([part.strip() for part in text.split(",")] for text in (arguments.problems, arguments.methods))
     seeds = _seed_list(arguments.seeds)
+    if arguments.add:
+        bars.add_rows(arguments.output, arguments.add)
     rows = bars.run(chosen, methods, seeds, arguments.output, lambda line: print(line, file=sys.stderr))
-    print(bars.table(rows))
-    print()
-    print(bars.alarms(rows))
+    parts = (bars.table(rows), bars.network_table(rows), bars.truths_table(arguments.output.parent), bars.alarms(rows))
+    print("\n\n".join(parts))
     return 0
 
 
