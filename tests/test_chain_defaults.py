@@ -67,6 +67,23 @@ def test_a_sampler_with_nothing_set_samples_the_posterior(name):
     assert posterior.facts["coordinates"]["regime"] == "gaussian"
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_small_data_get_steps_where_epochs_have_one_each(name):
+    """40 examples are one batch: 200 steps of a thermostat were .54 to .74 of the spread."""
+    data, mean, sd = regression(40)
+    posterior = fit(name, data)
+    error, ratio = compared(posterior, mean, sd)
+    assert error < 0.4
+    assert 0.85 < ratio < 1.15
+    assert posterior.doubts == ()
+
+
+def test_advice_on_length_does_not_name_what_is_set_already():
+    data, _, _ = regression(40)
+    with pytest.warns(bf.FidelityWarning, match="leave it at 'auto'"):
+        fit(bf.Sgld(epochs=20), data)
+
+
 @pytest.mark.parametrize("name", ["laplace", "map"])
 def test_laplace_and_map_find_the_mode(name):
     data, mean, sd = regression()
@@ -270,6 +287,8 @@ def test_one_epoch_is_one_unit_of_time_whatever_the_number_of_data():
     assert momentum_pace(at("kron", 16.0), 2.0).step == pytest.approx(0.5 / 4)
     assert momentum_pace(at("kron"), 20.0).friction == 0.3
     assert momentum_pace(at(), 1.0).epochs == 200  # half a unit of time per epoch: twice as many
+    assert [langevin_pace(at(), m).epochs for m in (1.0, 2.0, 20.0)] == [800, 400, 150]  # 800 steps at least
+    assert [thermostat_pace(at(), m).epochs for m in (1.0, 2.0, 20.0)] == [800, 400, 200]
     assert momentum_pace(at(), 20.0, temperature=0.125).time == pytest.approx(0.5)
 
 
