@@ -11,7 +11,7 @@ from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.coordinates import polished
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
-from bayesformer.train.mode_doubts import of_mode
+from bayesformer.train.mode_doubts import of_mode, of_training
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import Modes, posterior_of, subset_stage, vector_prior
@@ -95,8 +95,9 @@ def fit_points(
 ) -> Posterior:
     """Train `members` networks and hold them, with their buffers, as a posterior."""
     fitted = fit_members(name, prototype, members, prior)
-    law = Samples(fitted.theta, fitted.buffers)
-    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), **how)
+    facts = facts_of(name, method, prototype, fitted)
+    facts |= recorded(of_training(facts["converged"]))
+    return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, **how)
 
 
 def fit_members(name: str, prototype: Prototype, members: int, prior: PriorSetting | None = None) -> Fitted:

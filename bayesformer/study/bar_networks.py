@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class UnseenGap(ReferenceProblem):
     """hidden units"""
     noise: float = 0.3
     """standard deviation of the targets' noise, known"""
-    draws: int = 400
+    draws: int = 300
     """transitions of each HMC chain that are kept"""
 
     @property
@@ -74,32 +74,34 @@ class UnseenGap(ReferenceProblem):
     @property
     def sampler(self) -> Method:
         """Trajectories about twice as long as the prior is wide."""
-        return Hmc(length=2.0, max_leapfrogs=2000, metric="diagonal", draws=self.draws, thin=1, warm_up=80)
+        return Hmc(length=2.0, max_leapfrogs=2000, metric="diagonal", draws=self.draws, thin=1, warm_up=60)
 
 
 @dataclass(frozen=True)
 class UnseenSeries(ReferenceProblem):
-    """A causal transformer of 641 weights, two heads, on the toy series M3, targets repeated; long HMC."""
+    """A causal transformer of 641 weights, two heads, on a noisier toy series M3, targets repeated; long HMC."""
 
     examples: int = 100
     """training series that differ"""
     repeats: int = 1
     """sets of targets for each series"""
-    length: int = 6
+    length: int = 4
     """predicted steps of a series"""
     dim: int = 8
     """width of the transformer"""
     heads: int = 2
     """attention heads"""
+    variance: float = 1.5
+    """of the process's noise"""
     asked: int = 12
     """series of each region"""
-    draws: int = 200
+    draws: int = 160
     """transitions of each HMC chain that are kept"""
 
     @property
     def process(self) -> toy.Series:
-        """The series M3, cosines of the last value."""
-        return toy.SERIES["m3"]
+        """The series M3, cosines of the last value, with this noise."""
+        return replace(toy.SERIES["m3"], noise=self.variance)
 
     @property
     def noise(self) -> float:
@@ -135,12 +137,12 @@ class UnseenSeries(ReferenceProblem):
     @property
     def sampler(self) -> Method:
         """Trajectories about twice as long as the prior is wide."""
-        return Hmc(length=2.0, max_leapfrogs=2000, metric="diagonal", draws=self.draws, thin=1, warm_up=80)
+        return Hmc(length=2.0, max_leapfrogs=2000, metric="diagonal", draws=self.draws, thin=1, warm_up=60)
 
 
 NETWORKS: dict[str, ReferenceProblem] = {
     "gap MLP N=100": UnseenGap(100),
-    "gap MLP N=1000": UnseenGap(1000, draws=300),
+    "gap MLP N=1000": UnseenGap(1000, draws=200),
     "causal transformer N=100": UnseenSeries(100, 1),
     "causal transformer N=1000": UnseenSeries(100, 10, draws=120),
 }
