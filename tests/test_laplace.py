@@ -1,5 +1,6 @@
 """The Laplace posterior end to end: exact for linear models, by brute force for others, tuned, online and saved."""
 
+import importlib
 import math
 
 import pytest
@@ -370,7 +371,7 @@ def test_a_precision_whose_moments_overflow_is_not_chosen_and_does_not_stop_the_
 
 
 def test_a_full_matrix_that_does_not_fit_is_refused_before_training(monkeypatch):
-    monkeypatch.setattr("bayesformer.laplace.method.total_memory", lambda device: 2**30)
+    monkeypatch.setattr(importlib.import_module("bayesformer.laplace.method"), "total_memory", lambda device: 2**30)
     model = nn.Sequential(nn.Linear(4, 2000), nn.Tanh(), nn.Linear(2000, 1))
 
     class Alarm:
