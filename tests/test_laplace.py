@@ -13,7 +13,6 @@ import bayesformer as bf
 from bayesformer import evaluate
 from bayesformer.data import as_batches
 from bayesformer.laws import GaussianLaw, gaussian
-from bayesformer.likelihoods import as_likelihood
 from bayesformer.methods import Problem, build_method
 from bayesformer.model.calling import call
 from bayesformer.model.space import Space
@@ -379,11 +378,9 @@ def test_a_full_matrix_that_does_not_fit_is_refused_before_training(monkeypatch)
             raise AssertionError("work began")
 
     problem = Problem(
-        model, as_likelihood("gaussian"), as_batches((torch.zeros(8, 4), torch.zeros(8, 1)), "data"), reporter=Alarm()
+        model, bf.Gaussian(1.0), as_batches((torch.zeros(8, 4), torch.zeros(8, 1)), "data"), reporter=Alarm()
     )
-    with pytest.raises(
-        ValueError, match=r"must not be 'full' for 12001 weights, .* take 1.6 GiB, more than half of 1.0"
-    ):
+    with pytest.raises(ValueError, match=r"not be 'full' for 12001 weights, .* take 1.6 GiB, more than half of 1.0"):
         bf.Laplace(structure="full").fit(problem)
     with pytest.raises(AssertionError, match="work began"):
         bf.Laplace(structure="diag").fit(problem)
