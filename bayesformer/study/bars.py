@@ -27,6 +27,7 @@ from bayesformer.study.bar_networks import NETWORKS, file_name, measure_network,
 from bayesformer.study.bar_problems import KnownProblem, Truth, exact_truth, problems, quiet_fit, sampled_truth
 
 Row = Mapping[str, Any]
+MARK, END = "<!-- bars -->", "<!-- end of bars -->"
 
 
 class Bar(Protocol):
@@ -296,4 +297,24 @@ def _doubted(row: Row) -> bool:
     return bool(row["doubts"])
 
 
-__all__ = ["add_rows", "alarms", "measure", "network_table", "read_rows", "run", "table", "truths_table"]
+def report(rows: Sequence[Row], place: Path) -> str:
+    """All tables: regressions and last layers, networks, how their posteriors were made, alarms and catches."""
+    return "\n\n".join((table(rows), network_table(rows), truths_table(place), alarms(rows)))
+
+
+def write_into(page: Path, text: str) -> None:
+    """Put the text between the marks of a page, in the place of what is there."""
+    before, after = split_page(page)
+    page.write_text(f"{before}{MARK}\n\n{text}\n\n{END}{after}")
+
+
+def split_page(page: Path) -> tuple[str, str]:
+    """What stands before and after the marks of a page; one without them is refused."""
+    before, mark, rest = page.read_text().partition(MARK)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"page must hold the lines {MARK} and {END}, between which the tables go; got {page}.")
+    return before, after
+
+
+__all__ = ["add_rows", "alarms", "measure", "network_table", "report", "run", "table", "truths_table", "write_into"]
