@@ -80,6 +80,7 @@ def test_problems_without_a_closed_form_have_data_that_fit_their_model(name):
 def test_a_sampled_truth_is_made_once_and_near_a_closed_form(tmp_path, monkeypatch):
     problem = bar_problems.linear(60, 3, 0)
     path = tmp_path / "truth.safetensors"
+    monkeypatch.setattr(bar_problems, "best_diagonal", lambda problem, draws: draws[0])
     monkeypatch.setattr(bar_problems, "Nuts", lambda **given: build_method("nuts", {**given, "warm_up": 200}))
     found, exact = bar_problems.sampled_truth(problem, 0, path), bar_problems.exact_truth(problem)
     assert ((found.mean - exact.mean) / exact.sd).abs().max() < 0.15  # 2000 draws, nearly independent
@@ -87,6 +88,20 @@ def test_a_sampled_truth_is_made_once_and_near_a_closed_form(tmp_path, monkeypat
     monkeypatch.setattr(bar_problems, "quiet_fit", None)
     again = bar_problems.sampled_truth(problem, 0, path)
     assert torch.equal(again.outputs, found.outputs)
+
+
+def test_the_best_diagonal_of_a_last_layer_is_that_of_its_hessian():
+    """At one draw: the diagonal of second derivatives of the negative log joint, bias included."""
+    problem = bar_problems.softmax(3, 0, count=40, classes=4)
+    theta = 0.5 * torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x, y = problem.data[0].double(), problem.data[1]
+
+    def potential(t):
+        logits = x @ t[:12].view(4, 3).T + t[12:]
+        return torch.nn.functional.cross_entropy(logits, y, reduction="sum") + 0.5 * t.square().sum()
+
+    hessian = torch.autograd.functional.hessian(potential, theta)
+    torch.testing.assert_close(bar_problems.best_diagonal(problem, theta[None]), hessian.diagonal().rsqrt())
 
 
 def test_rows_of_several_files_are_added_once(tmp_path):

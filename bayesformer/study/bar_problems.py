@@ -23,6 +23,7 @@ from bayesformer.reference.logistic_regression import LogOdds
 
 WEIGHTS = 20  # of the regressions
 CHAINS, KEPT = 4, 500  # of the reference where it is not exact
+AVERAGED = 200  # draws that a curvature is averaged over
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,29 @@ def sampled_truth(problem: KnownProblem, seed: int, path: Path) -> Truth:
         draws = found.theta.double()
         outputs = found.outputs(problem.asked).values.double()  # type: ignore[union-attr]
         facts = {name: found.facts[name] for name in ("seconds", "diagnostics", "doubts")}
-        write_tensors(path, {"mean": draws.mean(0), "sd": draws.std(0), "outputs": outputs.std(0)}, facts)
+        known = {"mean": draws.mean(0), "sd": draws.std(0), "diagonal": best_diagonal(problem, draws)}
+        write_tensors(path, {**known, "outputs": outputs.std(0)}, facts)
     tensors, _ = read_checked(path, "truth")
     return Truth(**tensors)
+
+
+def best_diagonal(problem: KnownProblem, draws: Tensor) -> Tensor:
+    """(P,): standard deviations E[H_ii]^-½ of the nearest Gaussian with independent weights, by KL(q | p).
+
+    For one linear layer of log odds or logits under N(0, 1), whose curvature Σ_n π (1 - π) x² is known; averaged over
+    some of the draws.
+    """
+    x, layer = problem.data[0].double(), problem.model()
+    assert isinstance(layer, nn.Linear)
+    few = draws[:: max(1, len(draws) // AVERAGED)]
+    weights, bias = few.split([layer.weight.numel(), few.shape[1] - layer.weight.numel()], 1)
+    logits = x @ weights.unflatten(1, layer.weight.shape).mT  # (L, N, K)
+    if bias.shape[1]:
+        logits = logits + bias[:, None]
+    chance = logits.sigmoid() if layer.out_features == 1 else logits.softmax(-1)
+    curvature = (chance * (1 - chance)).mean(0)  # (N, K)
+    data = (curvature.T @ x.square()).flatten()
+    return (torch.cat([data, curvature.sum(0)]) if bias.shape[1] else data).add(1).rsqrt()
 
 
 def quiet_fit(problem: KnownProblem, method: Any, seed: int) -> Posterior:
