@@ -81,7 +81,6 @@ def test_a_sampled_truth_is_made_once_and_near_a_closed_form(tmp_path, monkeypat
     problem = bar_problems.linear(60, 3, 0)
     path = tmp_path / "truth.safetensors"
     monkeypatch.setattr(bar_problems, "best_diagonal", lambda problem, draws: draws[0])
-    monkeypatch.setattr(bar_problems, "Nuts", lambda **given: build_method("nuts", {**given, "warm_up": 200}))
     found, exact = bar_problems.sampled_truth(problem, 0, path), bar_problems.exact_truth(problem)
     assert ((found.mean - exact.mean) / exact.sd).abs().max() < 0.15  # 2000 draws, nearly independent
     torch.testing.assert_close(found.sd, exact.sd, rtol=0.1, atol=0)

@@ -22,7 +22,7 @@ from bayesformer.posterior import Posterior
 from bayesformer.reference.logistic_regression import LogOdds
 
 WEIGHTS = 20  # of the regressions
-CHAINS, KEPT = 4, 500  # of the reference where it is not exact
+CHAINS, KEPT, WARM_UP = 4, 500, 300  # of the reference where it is not exact
 AVERAGED = 200  # draws that a curvature is averaged over
 
 
@@ -121,7 +121,7 @@ def exact_truth(problem: KnownProblem, precision: float = 1.0) -> Truth:
 def sampled_truth(problem: KnownProblem, seed: int, path: Path) -> Truth:
     """The posterior by long chains; kept in a file with what they say of themselves, and made once."""
     if not path.exists():
-        found = quiet_fit(problem, Nuts(chains=CHAINS, draws=KEPT), seed)
+        found = quiet_fit(problem, Nuts(chains=CHAINS, draws=KEPT, thin=1, warm_up=WARM_UP), seed)
         draws = found.theta.double()
         outputs = found.outputs(problem.asked).values.double()  # type: ignore[union-attr]
         facts = {name: found.facts[name] for name in ("seconds", "diagnostics", "doubts")}
