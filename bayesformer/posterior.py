@@ -812,10 +812,20 @@ class Posterior:
         verdict = state[False if False in settled else None if None in settled else True]
         init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
         doubted = f", {len(self.doubts)} doubts (see .doubts)" if self.doubts else ""
+        prior = _chosen_prior(self.facts)
         return (
             f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
-            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{doubted})"
+            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{prior}{doubted})"
         )
+
+
+def _chosen_prior(facts: Mapping[str, Any]) -> str:
+    """In words, that the prior is not N(0, 1) but one whose precision the fit chose, where it did."""
+    asked, found = facts.get("method", {}).get("prior_precision"), facts.get("prior_precision")
+    if not isinstance(asked, str) or not found:
+        return ""
+    shown = f"precision {found[0]:.3g}" if len(found) == 1 else f"{len(found)} precisions"
+    return f", prior of {shown} chosen from the data"
 
 
 def _check_settings(way: str, settings: Any) -> None:

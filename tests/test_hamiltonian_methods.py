@@ -173,6 +173,16 @@ def test_a_dense_metric_that_does_not_fit_is_said_and_not_used(caplog, monkeypat
     assert "a diagonal is used" in caplog.text
 
 
+def test_what_a_dense_metric_takes_is_said_before_work_begins(caplog, monkeypatch):
+    monkeypatch.setattr("bayesformer.methods.hamiltonian_chains._physical_memory", lambda: 2**30)
+    wide = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 2))
+    problem = Problem(wide, as_likelihood("categorical"), as_batches(blobs(40), "data"), reporter=Alarm())
+    with caplog.at_level(logging.WARNING, "bayesformer"), pytest.raises(AssertionError, match="work began"):
+        bf.Hmc(metric="dense", precision="float64").fit(problem)
+    assert "hmc: a dense metric of 12002 weights takes 4.3 GiB, more than a quarter of 1.0 GiB" in caplog.text
+    assert "a diagonal is used" in caplog.text
+
+
 def record(chains=4, draws=500, **changes):
     source = torch.Generator("cpu").manual_seed(0)
     noise = torch.randn(3, chains, draws, dtype=torch.float64, generator=source)
