@@ -62,4 +62,4 @@ class DigitsPatches(ReferenceProblem):
     @property
     def sampler(self) -> Method:
         """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
-        return Hmc(length=2.0, metric="diagonal", draws=600, thin=1, warm_up=150)
+        return Hmc(length=2.0, metric="diagonal", draws=500, thin=1, warm_up=120, target=0.7)
