@@ -136,7 +136,7 @@ def ways_of(posterior: Posterior, kind: str = "") -> list[str]:
 
 def ask(posterior: Posterior, inputs: Any, way: str, seed: int = 0) -> Answer:
     settings = Settings(correlations="drop") if way == "one_pass" else None
-    return Answer.of(posterior.predict(inputs, predictive=way, seed=seed, settings=settings))
+    return Answer.of(posterior.predict(inputs, predictive=way, seed=seed, settings=settings, full=True))
 
 
 def questions(example: Example) -> list[tuple[Any, int]]:

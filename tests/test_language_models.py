@@ -217,7 +217,7 @@ def test_laplace_chooses_its_prior_on_labels_that_are_ignored():
     data = ({"input_ids": tokens}, labels)
     settings = {"structure": "diag", "subset": "*ln_f*", "prior_precision": "validation", "grid": 3, "draws": 5}
     posterior = bf.laplace(model, data, likelihood=NextToken(), validation=data, **settings)
-    predictive = posterior.predict({"input_ids": tokens})
+    predictive = posterior.predict({"input_ids": tokens}, full=True)
     counted = NextToken().counted(labels)
     assert counted.sum(-1).tolist() == [3] * 6
     expected = evaluate.mean_log_likelihood(predictive, labels, counted) / 3  # per token that counts
@@ -231,7 +231,7 @@ def test_learning_next_tokens_is_not_learning_to_copy():
     likelihood = resolve("categorical", gpt2(), batch_of(tokens))
     data = ({"input_ids": tokens}, tokens)
     posterior = bf.fit(gpt2(), data, likelihood=likelihood, training=bf.Training(epochs=60, lr=0.02, batch_size=32))
-    predictive = posterior.predict({"input_ids": tokens})
+    predictive = posterior.predict({"input_ids": tokens}, full=True)
     rows, answers = likelihood.pairs(predictive, tokens)
     assert evaluate.accuracy(rows, answers) > 0.9
     assert (predictive.labels == tokens).float().mean() < 0.2
