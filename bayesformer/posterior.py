@@ -22,6 +22,7 @@ from bayesformer.data import as_batches, as_inputs
 from bayesformer.data.inputs import inputs_to, leaves, map_inputs
 from bayesformer.data.unlabelled import Asked, InputBatches, TensorInputs
 from bayesformer.generation import Generation, SampledAnswers
+from bayesformer.inference.diagnostics import chain_words
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
@@ -810,6 +811,8 @@ class Posterior:
         state = {False: "has not converged", True: "converged", None: "convergence unknown"}
         settled = self.facts.get("converged") or [None]
         verdict = state[False if False in settled else None if None in settled else True]
+        if "diagnostics" in self.facts:  # of Hamiltonian chains, which converge in another sense than a search does
+            verdict = chain_words(self.facts["diagnostics"])
         init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
         doubted = f", {len(self.doubts)} doubts (see .doubts)" if self.doubts else ""
         prior = _chosen_prior(self.facts)

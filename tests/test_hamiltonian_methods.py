@@ -11,6 +11,7 @@ import bayesformer as bf
 from bayesformer.data import as_batches
 from bayesformer.data.all_data import WholeData
 from bayesformer.inference.diagnostics import (
+    chain_words,
     effective_sample_size,
     energy_information,
     tail_effective_sample_size,
@@ -64,6 +65,11 @@ def test_linear_regression_has_its_exact_posterior(method, precision):
     assert min(found["ess_bulk_outputs"], found["ess_tail_outputs"]) > 100
     assert min(found["energy_information"]) > 0.5
     assert found["leapfrogs"] > 2 * 400
+    said = repr(posterior)
+    worst = max(found["rhat_outputs"], found["rhat_log_joint"])
+    bulk, tail = (min(found[f"ess_{kind}_{of}"] for of in ("log_joint", "outputs")) for kind in ("bulk", "tail"))
+    energy = min(found["energy_information"])
+    assert f"R-hat {worst:.3f}, ESS {bulk:.0f} bulk, {tail:.0f} tail, 0 divergences, E-BFMI {energy:.2f}" in said
 
 
 @ignored
@@ -279,3 +285,9 @@ def test_fixed_buffers_and_full_batch_sizes_are_taken():
     posterior = bf.fit(norm, (x, y), likelihood="categorical", method=method, training=training)
     assert torch.equal(norm[1].running_mean, torch.zeros(4))
     assert posterior.draws == 16
+
+
+def test_chains_too_short_to_tell_say_what_they_can():
+    assert chain_words({"divergences": 2}) == "2 divergences"
+    still = {"divergences": 0, "rhat_outputs": math.nan, "ess_bulk_outputs": math.nan, "ess_tail_outputs": math.nan}
+    assert chain_words(still) == "0 divergences"
