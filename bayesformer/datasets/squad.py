@@ -60,4 +60,6 @@ def articles() -> tuple[Article, ...]:
             for article in data
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise DamagedFileError(f"questions {path} are not in SQuAD's layout: {type(error).__name__}: {error}.") from error
+        raise DamagedFileError(
+            f"questions {path} are not in SQuAD's layout: {type(error).__name__}: {error}."
+        ) from error

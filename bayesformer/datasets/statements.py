@@ -22,9 +22,9 @@ from bayesformer.datasets.contents import read_content
 from bayesformer.datasets.places import locate
 from bayesformer.datasets.squad import SCIENCE, articles
 
-ONSETS = "b bl br d dr f fl g gl gr k kl kr l m n p pl pr r s sk sl sn sp st t tr v z".split()
-VOWELS = "a e i o u ai ea oo ou".split()
-CODAS = "b d f g k l m n p r rk rn s sk st t x zz".split()
+ONSETS = tuple("b bl br d dr f fl g gl gr k kl kr l m n p pl pr r s sk sl sn sp st t tr v z".split())  # noqa: SIM905
+VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou")
+CODAS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "rk", "rn", "s", "sk", "st", "t", "x", "zz")
 CONTRASTS = ("samoan", "joined", "invented", "wikipedia")
 
 

@@ -77,7 +77,7 @@ def _running(
     """(k, (6, B)) for every k of `counts`: sums over members are kept, never a member's own vocabulary."""
     inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # (B, T)
     ends = torch.cumsum(lengths, 0) - 1  # places of last positions among those that count
-    summed, entropies = 0.0, 0.0
+    summed, entropies = torch.zeros(()), torch.zeros((), dtype=torch.float64)
     for number, member in enumerate(members, 1):
         with torch.no_grad():
             logs = torch.log_softmax(member(given)[inside].float(), -1)  # (positions, V)
@@ -90,13 +90,19 @@ def _running(
         total = -torch.special.xlogy(mean, mean).sum(-1).double()
         # the mutual information of one member is 0, and not what rounding makes of it
         epistemic = torch.zeros_like(total) if number == 1 else (total - entropies / number).clamp_min(0)
-        yield number, torch.stack(
-            [
-                *(torch.stack([part.mean() for part in value.split(lengths.tolist())]) for value in (total, epistemic)),
-                total[ends],
-                epistemic[ends],
-                *_answered(mean[ends], wanted),
-            ]
+        yield (
+            number,
+            torch.stack(
+                [
+                    *(
+                        torch.stack([part.mean() for part in value.split(lengths.tolist())])
+                        for value in (total, epistemic)
+                    ),
+                    total[ends],
+                    epistemic[ends],
+                    *_answered(mean[ends], wanted),
+                ]
+            ),
         )
 
 

@@ -167,9 +167,7 @@ class Examination:
             as_batches((inputs, ids), "science text"),
             likelihood=NextToken(),
             method=method,
-            training=Training(
-                epochs=epochs, batch_size=sizes.batch, lr=RATES[place], schedule="constant", patience=0
-            ),
+            training=Training(epochs=epochs, batch_size=sizes.batch, lr=RATES[place], schedule="constant", patience=0),
             seed=member,
             progress=False,
         )
@@ -177,7 +175,8 @@ class Examination:
         metrics = {"validation": self._validation(place, posterior)}
         cost = {"seconds": round(time.perf_counter() - started, 1)}
         self.log.add(cell, metrics, cost)
-        self.say(f"{place} {way} {lr:g} member {member}: validation loss {metrics['validation']:.3f} ({cost['seconds']:.0f} s)")
+        told = f"validation loss {metrics['validation']:.3f} ({cost['seconds']:.0f} s)"
+        self.say(f"{place} {way} {lr:g} member {member}: {told}")
         return posterior
 
     def _method(self, way: str, lr: float) -> tuple[Any, int]:

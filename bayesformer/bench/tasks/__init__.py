@@ -10,6 +10,7 @@ from functools import partial
 
 from bayesformer.bench.tasks.citation_graph import CitationGraph
 from bayesformer.bench.tasks.digits_vit import DigitsVit
+from bayesformer.bench.tasks.glue_sentences import GlueScores, GlueSentences
 from bayesformer.bench.tasks.known_posterior import KnownPosterior
 from bayesformer.bench.tasks.mnist_vit import MnistVit
 from bayesformer.bench.tasks.movie_reviews import ImdbReviews
@@ -25,6 +26,8 @@ __all__ = [
     "CitationGraph",
     "DigitsVit",
     "Evaluation",
+    "GlueScores",
+    "GlueSentences",
     "ImdbReviews",
     "KnownPosterior",
     "MnistVit",
@@ -36,6 +39,8 @@ __all__ = [
     "describe",
 ]
 
+GLUE_LENGTHS = {"rte": 128, "mrpc": 96, "cola": 24, "sst2": 40}
+
 TASKS: dict[str, Callable[[], Task]] = {
     **{f"toy/{name}": partial(ToySeries, name) for name in toy.SERIES},
     "digits": DigitsVit,
@@ -46,6 +51,9 @@ TASKS: dict[str, Callable[[], Task]] = {
     "graph/cora": partial(CitationGraph, "cora"),
     "graph/citeseer": partial(CitationGraph, "citeseer"),
     "graph/pubmed": partial(CitationGraph, "pubmed", out_heads=8, lr=0.01),
+    # rows of RTE and MRPC are pairs of long sentences; three quarters of CoLA's have fewer than 15 tokens
+    **{f"glue/{name}": partial(GlueSentences, name, length=length) for name, length in GLUE_LENGTHS.items()},
+    "glue/stsb": GlueScores,
     "regression/diabetes": partial(TabularRegression, "diabetes"),
     **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
     **{f"fidelity/{name}": partial(KnownPosterior, name, build().version) for name, build in PROBLEMS.items()},
