@@ -15,7 +15,9 @@ from bayesformer.bench.tasks.known_posterior import KnownPosterior
 from bayesformer.bench.tasks.mnist_vit import MnistVit
 from bayesformer.bench.tasks.movie_reviews import ImdbReviews
 from bayesformer.bench.tasks.pos_tagging import PosTagging
+from bayesformer.bench.tasks.pretrained_tagging import PretrainedTagging
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
+from bayesformer.bench.tasks.squad_answers import SquadAnswers
 from bayesformer.bench.tasks.tabular_regression import TabularRegression
 from bayesformer.bench.tasks.toy_series import ToySeries
 from bayesformer.datasets import toy
@@ -32,6 +34,8 @@ __all__ = [
     "KnownPosterior",
     "MnistVit",
     "PosTagging",
+    "PretrainedTagging",
+    "SquadAnswers",
     "TabularRegression",
     "Task",
     "TaskData",
@@ -54,6 +58,8 @@ TASKS: dict[str, Callable[[], Task]] = {
     # rows of RTE and MRPC are pairs of long sentences; three quarters of CoLA's have fewer than 15 tokens
     **{f"glue/{name}": partial(GlueSentences, name, length=length) for name, length in GLUE_LENGTHS.items()},
     "glue/stsb": GlueScores,
+    "pos/minilm": PretrainedTagging,
+    "squad": SquadAnswers,
     "regression/diabetes": partial(TabularRegression, "diabetes"),
     **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
     **{f"fidelity/{name}": partial(KnownPosterior, name, build().version) for name, build in PROBLEMS.items()},

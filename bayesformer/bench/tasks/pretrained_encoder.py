@@ -26,13 +26,17 @@ def encoder_model(head: str, labels: int, learned: Learned) -> nn.Module:
     """The pretrained encoder under a new head: all weights are learned, or adapters on query and value and the head."""
     import transformers
 
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # that the head is new is no news
+    says = transformers.logging
+    before, bar = says.get_verbosity(), says.is_progress_bar_enabled()
+    says.set_verbosity_error()  # that the head is new is no news
+    says.disable_progress_bar()
     try:
         kind = getattr(transformers, HEADS[head])
         model: nn.Module = kind.from_pretrained(minilm_folder(), num_labels=labels)
     finally:
-        transformers.logging.set_verbosity(before)
+        says.set_verbosity(before)
+        if bar:
+            says.enable_progress_bar()
     if learned == "full":
         return model
     from peft import LoraConfig, get_peft_model
