@@ -125,7 +125,7 @@ def _validation_score(posterior: Posterior, validation: Data | None) -> float | 
     """Mean log-likelihood of the predictive on validation data: what settings are chosen by; None without such data."""
     if validation is None:
         return None
-    predictive = posterior.predict(validation.inputs)
+    predictive = posterior.predict(validation)
     return evaluate.mean_log_likelihood(predictive, validation.targets, validation.mask)
 
 

@@ -62,8 +62,8 @@ def collate_values(values: Sequence[Any], where: str, flags: bool = True) -> Any
     if isinstance(rows, list):
         shapes = sorted({tuple(row.shape) for row in rows})
         raise ValueError(
-            f"{where} must have the shape of all others; got {shapes}. Give collate=, a function that makes a batch of "
-            "a list of examples, or examples that are dicts with 'input_ids', which are padded."
+            f"{where} must have the shape of all others; got {shapes}. Give a DataLoader whose collate_fn makes a "
+            "batch of a list of examples, or examples that are dicts with 'input_ids', which are padded."
         )
     return rows
 
@@ -99,7 +99,7 @@ def _tensor(value: Any, where: str) -> Tensor:
         return torch.tensor(value, device="cpu")
     raise ValueError(
         f"{where} must be a tensor, an array, a number or a list of numbers; got {type(value).__name__}. "
-        "Give collate=, a function that makes a batch of a list of examples."
+        "Give a DataLoader whose collate_fn makes a batch of a list of examples."
     )
 
 

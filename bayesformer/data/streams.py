@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves, map_inputs
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.order import num_steps
+from bayesformer.data.ragged import Padding
 
 COMPARED = 4  # units of two readings that tell whether a stream starts again
 
@@ -93,6 +95,13 @@ class Streamed(Batches):
         if self.num_data is None:
             return None
         return num_steps(self.num_data, self.batch_size or batch_size, join_single=join_single)
+
+    def padded_with(self, token: int) -> Streamed:
+        """This stream itself, padded with `token`: it may have been read in part, so that there is no other like it."""
+        made = self.collate_fn
+        if isinstance(made, partial) and isinstance(padding := made.keywords.get("padding"), Padding):
+            self.collate_fn = partial(made, padding=replace(padding, token=token))
+        return self
 
     def fingerprint(self) -> str:
         """A hash of type and N: reading a stream could use it up."""

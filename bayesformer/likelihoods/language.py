@@ -10,12 +10,15 @@ import inspect
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import Batch, Inputs
+from bayesformer.data.batches import Batches
+from bayesformer.data.mapped import Mapped
 from bayesformer.likelihoods import Likelihood, as_likelihood
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -64,6 +67,24 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
     return known
 
 
+def batches_for(model: nn.Module, data: Batches) -> Batches:
+    """Labelled data as a model takes them: with its padding token, and with decoder inputs made of the labels."""
+    data = data.padded_with(padding_token(model))
+    first = data.first(1)
+    made = decoder_inputs(model, first.inputs, first.targets)
+    return data if made is first.inputs else Mapped(data, _DecoderInputs(model))
+
+
+@dataclass(frozen=True)
+class _DecoderInputs:
+    """Adds to a batch the decoder inputs that an encoder-decoder model makes of its labels."""
+
+    model: nn.Module
+
+    def __call__(self, batch: Batch) -> Batch:
+        return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))
+
+
 def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = None) -> Inputs:
     """Inputs of an encoder-decoder model with decoder_input_ids made from labels (B, T), as its own forward makes them.
 
@@ -89,6 +110,15 @@ def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = Non
     if _named(base, ("EncoderDecoderModel",), exact=True):  # the one class that also hides the padding it makes
         made.setdefault("decoder_attention_mask", (ids != base.config.pad_token_id).to(ids.dtype))
     return made
+
+
+def padding_token(model: nn.Module) -> int:
+    """The number of a model's padding token, 0 if it has none: classifiers with a decoder look for it at the end."""
+    config = getattr(unwrapped(model), "config", None)
+    for known in (config, getattr(config, "text_config", None)):
+        if isinstance(token := getattr(known, "pad_token_id", None), int):
+            return token
+    return 0
 
 
 def is_causal_language_model(model: nn.Module) -> bool:

@@ -290,7 +290,7 @@ def _rotated(prototype: Prototype, theta: Tensor) -> tuple[Tensor, Tensor]:
 def _own_answers(plain: Posterior, inputs: Any) -> tuple[list[Tensor], float]:
     """The network's own answers on the anchors, and the mean of their negative log-likelihood without noise."""
     answers, losses = [], []
-    for part in plain.predict_batches(inputs, draws=1):
+    for part in plain.predict_batches(inputs, draws=1, full=True):
         own = part.labels if isinstance(part, CategoricalPredictive) else part.mean  # type: ignore[attr-defined]
         answers.append(own)
         losses.append(-_log_prob(part, own))
@@ -298,7 +298,7 @@ def _own_answers(plain: Posterior, inputs: Any) -> tuple[list[Tensor], float]:
 
 
 def _loss(posterior: Posterior, inputs: Any, answers: list[Tensor], samples: int) -> float:
-    parts = posterior.predict_batches(inputs, draws=samples)
+    parts = posterior.predict_batches(inputs, draws=samples, full=True)
     losses = [-_log_prob(part, own).flatten().double() for part, own in zip(parts, answers, strict=True)]
     return float(torch.cat(losses).mean())
 

@@ -83,6 +83,11 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
             f"posterior {folder} is one over LoRA adapters; to load it on a plain base model install PEFT: "
             "pip install 'bayesformer[hf]'."
         ) from error
+    if getattr(model, "peft_config", None) is not None:  # PEFT puts its layers into the very model that it is given
+        raise ValueError(
+            "model must be the plain base or the PEFT model around it; this is a base whose layers PEFT has replaced "
+            "already. Give the PEFT model itself, or load the base anew."
+        )
     names = [name for name, p in model.named_parameters() if p.is_floating_point()]
     private: Any = shadow(model, names[:1])
     try:

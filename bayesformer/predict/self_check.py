@@ -145,7 +145,7 @@ def _gaussian(posterior: Posterior, law: GaussianLaw, data: Batches) -> list[Dou
 def _predictions(posterior: Posterior, data: Batches) -> list[Doubt]:
     """How the predictive of draws compares with the network at the mean, and with the linearised network."""
     batch, doubts = data.first(EXAMPLES), []
-    predictive = posterior.predict(batch.inputs, predictive="sampled")
+    predictive = posterior.predict(batch, predictive="sampled")
     answered, targets = posterior.likelihood.pairs(predictive, batch.targets.to(posterior.device), batch.mask)
     scored = float(answered.log_prob(targets).double().sum()) / len(batch.targets)
     mean = _log_likelihood(posterior, posterior.law.mean, [batch]) / len(batch.targets)

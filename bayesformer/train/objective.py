@@ -39,7 +39,10 @@ Forward: TypeAlias = Callable[[Inputs], Tensor]
 class Term(Protocol):
     """Something else to subtract, for example a divergence between functions at other inputs than the batch's."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called among the parts of a value."""
+        ...
 
     def __call__(self, forward: Forward, module: nn.Module, batch: Batch) -> Tensor:
         """(): nats per training example, differentiable; `forward` may be called on inputs of its own."""

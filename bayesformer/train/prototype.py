@@ -17,9 +17,8 @@ from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
-from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
-from bayesformer.likelihoods.language import decoder_inputs, resolve
+from bayesformer.likelihoods.language import batches_for, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
@@ -69,19 +68,12 @@ class Prototype:
             self.prepared = self.preparation(shadow(self.model, self.chosen.names))
         self.space = Space.of(self.prepared)
         self.skeleton = Skeleton(self.prepared, self.space)
-        self.data, self.validation = self._data(problem.data), None
-        if problem.validation is not None:
-            self.validation = self._data(problem.validation)
+        self.data = batches_for(self.model, problem.data)
+        self.validation = None if problem.validation is None else batches_for(self.model, problem.validation)
         self.likelihood = resolve(problem.likelihood, self.model, self.trial_batch)
         self._check(self.data, "train")
         if self.validation is not None:
             self._check(self.validation, "validation")
-
-    def _data(self, data: Batches) -> Batches:
-        """The data, with decoder inputs made of the labels where the model is an encoder-decoder without them."""
-        first = data.first(TRIAL_EXAMPLES)
-        made = decoder_inputs(self.model, first.inputs, first.targets)
-        return data if made is first.inputs else Mapped(data, _DecoderInputs(self.model))
 
     @cached_property
     def trial_batch(self) -> Batch:
@@ -251,13 +243,3 @@ def _refuse_merged(model: nn.Module, chosen: Space) -> None:
         raise ValueError(
             "model must not have merged adapters, whose weights have no gradient. Call unmerge_adapter() first."
         )
-
-
-@dataclass(frozen=True)
-class _DecoderInputs:
-    """Adds to a batch the decoder inputs that an encoder-decoder model makes of its labels."""
-
-    model: nn.Module
-
-    def __call__(self, batch: Batch) -> Batch:
-        return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))
