@@ -203,7 +203,7 @@ def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
     verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
-    verbs |= {"continual": _study_continual, "unknown": _study_unknown}
+    verbs |= {"continual": _study_continual, "unknown": _study_unknown, "glue": _study_glue}
     return verbs[arguments.name](arguments)
 
 
@@ -431,6 +431,15 @@ def _study_unknown(arguments: argparse.Namespace) -> int:
     results = read_results(arguments.results).results
     print(unknown_table.table(results))
     print(f"figure: {unknown_table.figure(results, arguments.results / 'unknown.svg')}")
+    return 0
+
+
+def _study_glue(arguments: argparse.Namespace) -> int:
+    """Print stored results of the tasks on a pretrained encoder."""
+    from bayesformer.study import sentence_table
+
+    results = _read_results(arguments.results).results
+    print(sentence_table.table(results, sentence_table.keep_errors(arguments.results)))
     return 0
 
 

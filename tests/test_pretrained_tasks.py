@@ -4,11 +4,14 @@ import hashlib
 import json
 import lzma
 import string
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
 from bayesformer.bench.planning import plan
+from bayesformer.bench.records import read_results
 from bayesformer.bench.runner import run
 from bayesformer.bench.tasks import pretrained_encoder
 from bayesformer.bench.tasks.glue_sentences import GlueScores, GlueSentences, errors_found
@@ -19,7 +22,7 @@ from bayesformer.datasets import places, squad, treebank
 from bayesformer.fitting import fit
 from bayesformer.likelihoods.predictive import CategoricalPredictive
 from bayesformer.methods import EVERY_METHOD, Blob, TemperatureScaling, build_method
-from bayesformer.study import trainer_path
+from bayesformer.study import sentence_table, trainer_path
 from bayesformer.train.training import Training
 
 WORDS = "the a cat dog sat ran on mat who what good bad . ?".split()  # noqa: SIM905
@@ -64,11 +67,11 @@ def _write(folder):
 
     pick = lambda i: " ".join(WORDS[(i * k) % 12] for k in (3, 5, 7))  # noqa: E731
     for part in ("train", "dev"):
-        pairs = [(pick(i), pick(i + 1)) for i in range(30)]
+        pairs = [(pick(i), pick(i + 1)) for i in range(60)]
         put(f"glue/RTE/{part}.tsv.xz", _table("sentence1 sentence2 label", [(*p, "entailment") for p in pairs]))
         put(f"glue/MRPC/{part}.tsv.xz", _table("label sentence1 sentence2", [(i % 2, *p) for i, p in enumerate(pairs)]))
-        put(f"glue/CoLA/{part}.tsv.xz", _table("label sentence", [(i % 2, pick(i)) for i in range(30)]))
-        put(f"glue/SST-2/{part}.tsv.xz", _table("sentence label", [(pick(i), i % 2) for i in range(30)]))
+        put(f"glue/CoLA/{part}.tsv.xz", _table("label sentence", [(i % 2, pick(i)) for i in range(60)]))
+        put(f"glue/SST-2/{part}.tsv.xz", _table("sentence label", [(pick(i), i % 2) for i in range(60)]))
         put(
             f"glue/STS-B/{part}.tsv.xz", _table("score sentence1 sentence2", [(i % 6, *p) for i, p in enumerate(pairs)])
         )
@@ -206,3 +209,35 @@ def test_experiments_may_name_methods_for_adapters(tmp_path):
     outcome = run(cells, Options(tmp_path / "r", keep_posteriors=False))
     assert len(outcome.done) == 2
     assert not outcome.failed
+
+
+@pytest.mark.parametrize("file", ["glue", "pretrained"])
+def test_every_method_of_the_experiments_runs(tmp_path, file):
+    """On the tiny encoder, with as few rows and epochs as each of them bears."""
+    config = tomllib.loads((Path(__file__).parent.parent / "experiments" / f"{file}.toml").read_text())
+    rows = {"train": 32, "validation": 12, "test": 8}
+    settings = {"training": {"epochs": 6, "batch_size": 8}, "glue/cola": {**rows, "others": 4}, "glue/stsb": rows}
+    methods = [{**entry, "epochs": 2} if "epochs" in entry else entry for entry in config["methods"]]
+    task = {"glue": "glue/cola", "pretrained": "glue/stsb"}[file]
+    cells = plan([task], methods, [0], settings)
+    outcome = run(cells, Options(tmp_path / "r", keep_posteriors=False, networks=tmp_path / "n"))
+    assert [(str(cell), error) for cell, error in outcome.failed] == []
+    results = read_results(tmp_path / "r").results
+    table = sentence_table.table(results)
+    assert len({sentence_table.row_of(r["method"], r["settings"]["method"]) for r in results}) == len(cells)
+    assert "Weibull attention, mean" in table
+
+
+def test_a_method_that_cannot_run_stands_in_the_table_with_its_error(tmp_path):
+    settings = {
+        "training": {"epochs": 1, "batch_size": 8},
+        "glue/cola": {"train": 16, "validation": 12, "test": 8, "others": 0, "learned": "full"},
+    }
+    cells = plan(["glue/cola"], ["mle", {"name": "blob", "draws": 2}], [0], settings)
+    outcome = run(cells, Options(tmp_path, keep_posteriors=False))
+    assert [cell.method for cell, _ in outcome.failed] == ["blob"]
+    errors = sentence_table.keep_errors(tmp_path)
+    table = sentence_table.table(read_results(tmp_path).results, errors)
+    assert "| blob | could not run: ValueError" in table
+    assert str(tmp_path) not in (tmp_path / sentence_table.ERRORS).read_text()
+    assert sentence_table.keep_errors(tmp_path) == errors  # and stay when the folder of failures is gone

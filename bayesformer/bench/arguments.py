@@ -402,6 +402,14 @@ def _add_language_studies(names: Any) -> None:
     )
     ways = "base,ensemble,tuned,parallel,serial"
     unknown.add_argument("--ways", default=ways, help=f"what is compared ({ways})")
+    glue = names.add_parser(
+        "glue",
+        help="tasks on a pretrained encoder: scores, and what lies outside",
+        description="Reads stored results of experiments/glue.toml or experiments/pretrained.toml and runs nothing. "
+        "Prints scores of every method, and how well total and epistemic uncertainty tell errors and rows of other "
+        "data sets. Methods that could not run stand there with their error.",
+    )
+    glue.add_argument("results", type=Path, help="results folder, e.g. results/glue")
     for study, name in ((continual, "continual"), (unknown, "unknown")):
         study.add_argument(
             "--results", type=Path, default=Path("results") / name, help=f"results folder (results/{name}/)"
