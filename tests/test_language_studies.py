@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bayesformer import evaluate
 from bayesformer.bench.records import read_results
+from bayesformer.bench.report import write_report
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.datasets import books, glue, packaged_models, places, squad, statements
 from bayesformer.study import continual, continual_table, unknown_prompts, unknown_table
@@ -112,6 +113,7 @@ def test_cells_of_studies_are_results_like_others(tmp_path):
     found = read_results(tmp_path)
     assert not found.damaged
     assert found.results[0]["metrics"] == {"x": 1.0}
+    assert "t/u" in write_report(found.results, tmp_path / "page.html").read_text()
 
 
 # ------------------------------------------------------------------------------------------ continual learning

@@ -120,7 +120,7 @@ class Shelf:
         with global_streams(fold(seed, "adapters")):
             if place == "last":
                 chosen = LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "k_proj", "o_proj"])
-                return get_peft_model(TopLayers(self.model, self.top), chosen)  # type: ignore[arg-type]
+                return get_peft_model(TopLayers(self.model, self.top), chosen)
             chosen = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
             return get_peft_model(deepcopy(self.model), chosen)  # which changes the model it is given
 
@@ -223,7 +223,7 @@ def _hold(shelf: Shelf, learner: Learner, episode: int, seed: int, before: Poste
         seed=fold(seed, "episode", episode),
         prior=prior,
     )
-    mode = Start(prior.law.mean.clone(), {}) if episode == 0 else trained_mode(Prototype(problem))[0]  # type: ignore[union-attr]
+    mode = Start(prior.law.mean.clone(), {}) if episode == 0 else trained_mode(Prototype(problem))[0]
     few = replace(problem, data=shelf.data(learner.place, [episode], curved))
     facts = {"method": {"name": "laplace", **asdict(method)}, "seed": problem.seed}
     return posterior_after(method, Prototype(few), mode, problem.seed, facts)

@@ -76,9 +76,9 @@ def posteriors(task: GlueSentences, data: TaskData, run: TrainerRun, seed: int) 
             seed=seed,
         )
         trainer = Trainer(
-            model=model,  # type: ignore[arg-type]
+            model=model,
             args=settings,
-            train_dataset=examples(data.train),  # type: ignore[arg-type]
+            train_dataset=examples(data.train),
             data_collator=default_data_collator,
             callbacks=[collect],
         )

@@ -42,7 +42,7 @@ def encoder_model(head: str, labels: int, learned: Learned) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     chosen = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"], task_type=TRAINED_HEADS[head])
-    return get_peft_model(model, chosen)  # type: ignore[arg-type]
+    return get_peft_model(model, chosen)
 
 
 @lru_cache(maxsize=1)
