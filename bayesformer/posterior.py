@@ -22,6 +22,7 @@ from bayesformer.data import as_batches, as_inputs
 from bayesformer.data.inputs import inputs_to, leaves, map_inputs
 from bayesformer.data.unlabelled import Asked, InputBatches, TensorInputs
 from bayesformer.generation import Generation, SampledAnswers
+from bayesformer.inference.diagnostics import chain_words
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
@@ -784,6 +785,10 @@ class Posterior:
         are put in place by themselves. It gives the architecture and the frozen weights; it is not changed, and its
         inferred weights are not used. A file that is truncated, altered or was made for another model is refused.
         """
+        given: object = model
+        if not isinstance(given, nn.Module):
+            hint = " Call it, to give the model that it builds." if callable(given) else ""
+            raise ValueError(f"model must be an nn.Module; got {type(given).__name__}.{hint}")
         return cls(**saving.load(Path(folder), with_adapter(Path(folder), model)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
@@ -806,12 +811,24 @@ class Posterior:
         state = {False: "has not converged", True: "converged", None: "convergence unknown"}
         settled = self.facts.get("converged") or [None]
         verdict = state[False if False in settled else None if None in settled else True]
+        if "diagnostics" in self.facts:  # of Hamiltonian chains, which converge in another sense than a search does
+            verdict = chain_words(self.facts["diagnostics"])
         init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
         doubted = f", {len(self.doubts)} doubts (see .doubts)" if self.doubts else ""
+        prior = _chosen_prior(self.facts)
         return (
             f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
-            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{doubted})"
+            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{prior}{doubted})"
         )
+
+
+def _chosen_prior(facts: Mapping[str, Any]) -> str:
+    """In words, that the prior is not N(0, 1) but one whose precision the fit chose, where it did."""
+    asked, found = facts.get("method", {}).get("prior_precision"), facts.get("prior_precision")
+    if not isinstance(asked, str) or not found:
+        return ""
+    shown = f"precision {found[0]:.3g}" if len(found) == 1 else f"{len(found)} precisions"
+    return f", prior of {shown} chosen from the data"
 
 
 def _check_settings(way: str, settings: Any) -> None:

@@ -70,21 +70,32 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
 
 
 def batches_for(model: nn.Module, data: Batches) -> Batches:
-    """Labelled data as a model takes them: with its padding token, and with decoder inputs made of the labels."""
-    data = data.padded_with(padding_token(model))
+    """Labelled data as a model takes it: its padding token, decoder inputs made of labels, a column of real labels."""
+    data, change = data.padded_with(padding_token(model)), _AsModelTakes(model)
     first = data.first(1)
-    made = decoder_inputs(model, first.inputs, first.targets)
-    return data if made is first.inputs else Mapped(data, _DecoderInputs(model))
+    made = change(first)
+    same = made.inputs is first.inputs and made.targets is first.targets
+    return data if same else Mapped(data, change)
 
 
 @dataclass(frozen=True)
-class _DecoderInputs:
-    """Adds to a batch the decoder inputs that an encoder-decoder model makes of its labels."""
+class _AsModelTakes:
+    """Adds the decoder inputs that an encoder-decoder model makes of its labels, and gives real labels their axis."""
 
     model: nn.Module
 
     def __call__(self, batch: Batch) -> Batch:
-        return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))
+        inputs = decoder_inputs(self.model, batch.inputs, batch.targets)
+        return batch._replace(inputs=inputs, targets=regression_targets(self.model, batch.targets))
+
+
+def regression_targets(model: nn.Module, targets: Tensor) -> Tensor:
+    """Labels (B,) of a regression as (B, 1), the shape of the outputs of transformers' model for it."""
+    base = unwrapped(model)
+    single = getattr(getattr(base, "config", None), "num_labels", None) == 1
+    if not single or "ForSequenceClassification" not in type(base).__name__:
+        return targets
+    return targets[:, None] if targets.dim() == 1 and targets.is_floating_point() else targets
 
 
 def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = None) -> Inputs:
