@@ -175,7 +175,7 @@ def _predictions(posterior: Posterior, data: Batches) -> list[Doubt]:
 
 def _score(posterior: Posterior, batch: Batch, way: Way) -> float:
     """Mean log density of the targets under a predictive."""
-    predictive = posterior.predict(batch.inputs, predictive=way)
+    predictive = posterior.predict(batch, predictive=way)  # with its targets, which language models need
     answered, targets = posterior.likelihood.pairs(predictive, batch.targets.to(posterior.device), batch.mask)
     return float(answered.log_prob(targets).double().sum()) / len(batch.targets)
 
