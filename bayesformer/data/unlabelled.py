@@ -40,6 +40,10 @@ class InputBatches(Protocol):
         """At most `count` examples, for checks; a stream gives them again when it is read."""
         ...
 
+    def padded_with(self, token: int) -> InputBatches:
+        """The same inputs, with token numbers filled up by `token` where it is this library that pads them."""
+        ...
+
 
 class TensorInputs:
     """Inputs held as tensors; a batch is a view of them."""
@@ -67,6 +71,10 @@ class TensorInputs:
         """Inputs of the first `count` examples, or of all there are if they are fewer."""
         return map_inputs(self.inputs, lambda x: x[:count])
 
+    def padded_with(self, token: int) -> TensorInputs:  # noqa: ARG002
+        """These inputs: tensors have been padded already."""
+        return self
+
 
 class RawReader(Protocol):
     """What `Indexed` and `Streamed` offer beyond labelled batches."""
@@ -80,6 +88,10 @@ class RawReader(Protocol):
 
     def raw_first(self, count: int) -> Any:
         """The first examples as the data give them."""
+        ...
+
+    def padded_with(self, token: int) -> RawReader:
+        """The same data, padded with `token`."""
         ...
 
 
@@ -102,6 +114,10 @@ class ReadInputs:
     def first(self, count: int) -> Inputs:
         """The first examples, at most `count`."""
         return map_inputs(drop_labels(self.reader.raw_first(count), self.reader.name), lambda x: x[:count])
+
+    def padded_with(self, token: int) -> ReadInputs:
+        """The same inputs, padded with `token`."""
+        return ReadInputs(self.reader.padded_with(token))
 
 
 def asked_in(raw: Any, name: str, device: torch.device | str | None = None) -> Asked:
