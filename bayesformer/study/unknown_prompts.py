@@ -92,10 +92,15 @@ class Pupil:
         """The number of the last decoder layer."""
         return len(self.model.model.layers) - 1
 
+    @cached_property
+    def last_layer(self) -> TopLayers:
+        """The last layer and the head in float32, copies: half precision would round small steps of its weights."""
+        return deepcopy(TopLayers(self.model, self.top)).float()
+
     def ready(self, place: str, seed: int) -> nn.Module:
         """The model whose learned weights require gradients: new adapters, or the whole last attention layer."""
         if place == "last":
-            found: nn.Module = TopLayers(self.model, self.top).float()
+            found = self.last_layer.fresh()
             for name, weight in found.named_parameters():
                 weight.requires_grad_("self_attn" in name)
             return found
