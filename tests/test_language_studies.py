@@ -233,6 +233,10 @@ def test_the_quick_area_is_auroc_and_its_interval_holds_it():
     a, b = unknown_table.interval(low, high)
     assert a < unknown_table.area(low, high) < b
     assert 0.05 < b - a < 0.3
+    both, right = torch.cat([low, high]), torch.arange(200) < 100
+    c, d = unknown_table.interval_of_errors(both, right)
+    assert c < unknown_table.area(low, high) < d
+    assert d - c == pytest.approx(b - a, abs=0.05)
 
 
 def test_invented_words_keep_the_number_of_tokens_and_halves_come_from_two_statements():
