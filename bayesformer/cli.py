@@ -315,10 +315,15 @@ def _study_bars(arguments: argparse.Namespace) -> int:
     _check_file(arguments.output, "--output")
     chosen, methods = ([part.strip() for part in text.split(",")] for text in (arguments.problems, arguments.methods))
     seeds = _seed_list(arguments.seeds)
+    if arguments.page is not None:
+        bars.split_page(arguments.page)
+    if arguments.add:
+        bars.add_rows(arguments.output, arguments.add)
     rows = bars.run(chosen, methods, seeds, arguments.output, lambda line: print(line, file=sys.stderr))
-    print(bars.table(rows))
-    print()
-    print(bars.alarms(rows))
+    text = bars.report(rows, arguments.output.parent)
+    print(text)
+    if arguments.page is not None:
+        bars.write_into(arguments.page, text)
     return 0
 
 

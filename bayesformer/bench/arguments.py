@@ -309,6 +309,8 @@ def _add_study(verbs: Any) -> None:
     bars.add_argument("--methods", default="*", help="patterns of names, e.g. 'sg*,laplace kron' (*)")
     bars.add_argument("--seeds", type=int, default=5, help="data sets and fits of each (5)")
     bars.add_argument("--output", type=Path, default=Path("results/bars/bars.json"), help="(results/bars/bars.json)")
+    bars.add_argument("--add", type=Path, nargs="*", default=[], help="files of other runs whose rows are added first")
+    bars.add_argument("--page", type=Path, help="a Markdown page whose lines between <!-- bars --> marks are replaced")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bayesformer.bench.records import cell_path
-from bayesformer.bench.tasks import TASKS, Task
+from bayesformer.bench.tasks import TASKS, Task, task_identity
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.settings import identity, override
 from bayesformer.methods import EVERY_METHOD, Method, build_method
@@ -42,7 +42,7 @@ class Cell:
         """Eight hexadecimal digits from a hash of the settings: cells with one key differ by seed only."""
         chosen = {**REMOVED.get(self.method, {}), **identity(EVERY_METHOD[self.method], self.method_settings)}
         training = identity(Training, self.training)
-        facts = [self.task, self.method, self.task_settings, training, chosen]
+        facts = [self.task, self.method, task_identity(self.task, self.task_settings), training, chosen]
         if self.start is not None:
             facts.append({"start": identity(Training, self.start)})
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]

@@ -25,10 +25,13 @@ def collate(items: Sequence[Any], padding: Padding, name: str) -> Any:
         parts = zip(*items, strict=True)
         return Batch(*(collate_values(part, f"an example of {name}") for part in parts))
     if isinstance(first, Mapping):
-        for item in items:
+        for number, item in enumerate(items):
             if not isinstance(item, Mapping) or item.keys() != first.keys():
                 got = list(item) if isinstance(item, Mapping) else type(item).__name__
-                raise ValueError(f"examples of {name} must all have the keys {list(first)}; got {got}.")
+                raise ValueError(
+                    f"examples of {name} must all have the same keys; the first of a batch has {list(first)}, number "
+                    f"{number} of it {got}."
+                )
         columns = {key: [item[key] for item in items] for key in first}
         return collate_columns(columns, padding, name)
     if isinstance(first, tuple) and len(first) > 1:

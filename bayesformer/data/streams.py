@@ -7,6 +7,7 @@ ones is repeatable. Resuming inside an epoch reads what was already seen again a
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.order import num_steps
 from bayesformer.data.ragged import Padding
 
+log = logging.getLogger("bayesformer")
 COMPARED = 4  # units of two readings that tell whether a stream starts again
 
 
@@ -186,16 +188,25 @@ class Streamed(Batches):
         """Examples in batches; two examples are read in advance to see whether the last batch would be a single one."""
         collate_fn, ahead = self.collate_fn, deque[Any]()
         assert collate_fn is not None
-        units = islice(units, self.num_data)
+        units, seen = islice(units, self.num_data), 0
 
         def read() -> Any:
             ahead.extend(islice(units, size - len(ahead) + (2 if join_single else 0)))
             single = join_single and size > 1 and len(ahead) == size + 1
             items = [ahead.popleft() for _ in range(min(size + single, len(ahead)))]
+            nonlocal seen
+            seen += len(items)
             return collate_fn(items) if items else None
 
         while (raw := own(read)) is not None:
             yield raw
+        if self.num_data is not None and seen < self.num_data:
+            log.warning(
+                "%s ended after %d examples; num_data is %d. The prior is weighed against num_data examples.",
+                self.name,
+                seen,
+                self.num_data,
+            )
 
     def _whole(self, own: PrivateStream, units: Iterator[Any]) -> Iterator[Any]:
         """Whole batches until the loader ends, or N examples were seen of one that may not end."""

@@ -18,7 +18,8 @@ from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.layers.preparation import Preparation
-from bayesformer.likelihoods.language import batches_for, resolve
+from bayesformer.likelihoods.language import batches_for, check_tokens, resolve
+from bayesformer.model.admission import check_names
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
@@ -219,7 +220,14 @@ class Prototype:
     def _check(self, data: Batches, label: str) -> None:
         """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
         batch = batch_to(data.first(TRIAL_EXAMPLES), self.skeleton.device)
+        check_names(self.model, batch.inputs, f"{label} data")
+        check_tokens(self.model, batch.inputs if data.tensors is None else data.tensors.inputs, f"{label} data")
         outputs = self.trial(self.skeleton.shell(gradients=False), batch)
+        if bool(outputs.isnan().any()):
+            raise ValueError(
+                f"{label} data: outputs of the model on the first examples must be numbers; got NaN. Look for NaN in "
+                "the weights of the model and in its inputs."
+            )
         if len(outputs) != len(batch.targets):
             raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(batch.targets)}.")
         whole = data.tensors

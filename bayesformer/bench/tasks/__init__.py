@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from bayesformer.bench.tasks.citation_graph import CitationGraph
 from bayesformer.bench.tasks.digits_vit import DigitsVit
@@ -20,6 +21,7 @@ from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
 from bayesformer.bench.tasks.squad_answers import SquadAnswers
 from bayesformer.bench.tasks.tabular_regression import TabularRegression
 from bayesformer.bench.tasks.toy_series import ToySeries
+from bayesformer.core.settings import identity
 from bayesformer.datasets import toy
 from bayesformer.reference import PROBLEMS
 
@@ -41,6 +43,7 @@ __all__ = [
     "TaskData",
     "ToySeries",
     "describe",
+    "task_identity",
 ]
 
 GLUE_LENGTHS = {"rte": 128, "mrpc": 96, "cola": 24, "sst2": 40}
@@ -64,6 +67,12 @@ TASKS: dict[str, Callable[[], Task]] = {
     **{f"regression/friedman{i}": partial(TabularRegression, f"friedman{i}", test=1000) for i in (1, 2, 3)},
     **{f"fidelity/{name}": partial(KnownPosterior, name, build().version) for name, build in PROBLEMS.items()},
 }
+
+
+def task_identity(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a task that tell two results apart; all of them where the task is not known any more."""
+    known = TASKS.get(name)
+    return dict(settings) if known is None else identity(type(known()), settings)
 
 
 def describe(name: str) -> str:
