@@ -36,6 +36,10 @@ examples:
       mean and spread of its attention maps, as a figure
   bayesformer study weights toy/m1 --networks 60
       the weights of trained networks: laws that fit them, figures, and priors made of these
+  bayesformer study continual
+      books one after another: what online Laplace on adapters keeps
+  bayesformer study unknown
+      does a language model know what it does not know?
   bayesformer study priors --tasks toy/m3
       log-likelihood against the scale of the prior, as a figure
   bayesformer data get mnist
