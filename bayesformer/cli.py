@@ -203,6 +203,7 @@ def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
     verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
+    verbs |= {"reproduce": _study_reproduce}
     return verbs[arguments.name](arguments)
 
 
@@ -379,6 +380,47 @@ def _study_priors(arguments: argparse.Namespace) -> int:
     if results:
         print(prior_scale.table(results))
         print(f"figure: {prior_scale.figure(results, arguments.results / 'priors.svg')}")
+    return code
+
+
+def _study_reproduce(arguments: argparse.Namespace) -> int:
+    """Run what is missing of the study, or forecast it, and write its pages."""
+    from bayesformer.core.progress import bars
+    from bayesformer.core.workers import cores
+    from bayesformer.datasets.places import cache_folder
+    from bayesformer.study.reproduction import study_figures, study_page
+    from bayesformer.study.reproduction.agenda import StudyFolders
+    from bayesformer.study.reproduction.description import read_description
+    from bayesformer.study.reproduction.reproduce import Reproduction, plan_text
+
+    if arguments.hours is not None and arguments.hours <= 0:
+        raise ValueError(f"--hours must be above 0; got {arguments.hours}.")
+    workers = cores() if arguments.workers is None else arguments.workers
+    if workers < 1:
+        raise ValueError(f"--workers must be at least 1; got {workers}.")
+    description = read_description(arguments.description)
+    networks = arguments.networks or cache_folder() / "networks"
+    folders = StudyFolders(arguments.results, arguments.weights, networks)
+    if arguments.figure is not None:
+        target = arguments.pages / f"figure-{arguments.figure}.svg"
+        print(study_figures.draw_figure(study_page.read_stored(description, folders), arguments.figure, target))
+        return 0
+    code = 0
+    if not arguments.report_only:
+        shown = ["cells", "measuring"]
+        with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=shown) as reporter:
+            study = Reproduction(description, folders, workers, reporter)
+            if arguments.forecast:
+                study.check_data(arguments.only)
+                print(plan_text(study.forecast(arguments.only), workers))
+                return 0
+            ended = study.run(arguments.only, arguments.hours)
+        print(f"{ended.done} cells run; {ended.left} steps of the plan are left, call again to go on.")
+        for cell, problem in ended.failed:
+            print(f"FAILED {cell}: {problem}", file=sys.stderr)
+        code = 1 if ended.failed else 0
+    for path in study_page.write_pages(description, folders, arguments.pages):
+        print(f"wrote {path}")
     return code
 
 

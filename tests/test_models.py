@@ -12,6 +12,7 @@ from torch.func import functional_call, vmap
 from bayesformer.attention import AttentionFamily, Linear, Softmax, attention_kl, masked_softmax
 from bayesformer.likelihoods import Gaussian
 from bayesformer.models import (
+    CnnLstm,
     Encoder,
     FeatureTransformer,
     MlpRegressor,
@@ -20,6 +21,7 @@ from bayesformer.models import (
     Tagger,
     VisionTransformer,
 )
+from bayesformer.models.cnn_lstm import LstmLayer
 from bayesformer.models.transformer import LearnedPositions, SinusoidalPositions, sinusoids
 from bayesformer.models.vit import patches
 from tests.laws import assert_law
@@ -465,3 +467,25 @@ def test_gradients_are_those_of_finite_differences(name):
 def test_errors_name_argument_rule_and_value(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_the_lstm_of_linear_layers_is_that_of_torch():
+    ours, theirs = LstmLayer(3, 5), nn.LSTM(3, 5, batch_first=True)
+    with torch.no_grad():
+        ours.of_input.bias.normal_()
+        theirs.weight_ih_l0.copy_(ours.of_input.weight)
+        theirs.bias_ih_l0.copy_(ours.of_input.bias)
+        theirs.weight_hh_l0.copy_(ours.of_state.weight)
+        theirs.bias_hh_l0.zero_()
+    x = torch.randn(2, 7, 3)
+    torch.testing.assert_close(ours(x), theirs(x)[1][0][0])
+
+
+def test_the_cnn_lstm_has_the_size_of_the_paper_and_reads_the_order_of_words():
+    assert sum(p.numel() for p in CnnLstm(20_000).parameters()) == pytest.approx(2.64e6, rel=1e-3)
+    model = CnnLstm(50, dim=4, filters=3, kernel=2, pool=2, hidden=5)
+    ids = torch.randint(1, 50, (3, 12))
+    assert not torch.allclose(model(ids), model(ids.flip(-1)))
+    torch.testing.assert_close(torch.func.vmap(lambda row: model(row[None])[0])(ids), model(ids))
+    with pytest.raises(ValueError, match="pool must be"):
+        CnnLstm(50, pool=0)

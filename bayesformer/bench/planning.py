@@ -42,7 +42,8 @@ class Cell:
         """Eight hexadecimal digits from a hash of the settings: cells with one key differ by seed only."""
         chosen = {**REMOVED.get(self.method, {}), **identity(METHODS[self.method], self.method_settings)}
         training = identity(Training, self.training)
-        facts = [self.task, self.method, self.task_settings, training, chosen]
+        task = identity(type(TASKS[self.task]()), self.task_settings)
+        facts = [self.task, self.method, task, training, chosen]
         if self.start is not None:
             facts.append({"start": identity(Training, self.start)})
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
