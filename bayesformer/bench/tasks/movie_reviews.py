@@ -98,8 +98,11 @@ class CnnLstmReviews(Task):
         """Three disjoint sets of reviews, padded in front."""
         sizes = (self.train, self.validation, self.test)
         reviews = imdb.load(*sizes, self.words, self.length, self.data_seed, padding="start")
-        parts = [Data(part.inputs["input_ids"], part.targets) for part in reviews[:3]]  # type: ignore[index,call-overload]
-        return TaskData(*parts, probes={})
+        train, validation, test = (
+            Data(part.inputs["input_ids"], part.targets)  # type: ignore[index,call-overload]
+            for part in (reviews.train, reviews.validation, reviews.test)
+        )
+        return TaskData(train, validation, test, probes={})
 
     def model(self) -> nn.Module:
         """The CNN-LSTM with two classes."""
@@ -107,6 +110,7 @@ class CnnLstmReviews(Task):
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
         """Classification scores on the test reviews."""
+        assert isinstance(data.test.inputs, Tensor)
         test = Data({"review": data.test.inputs}, data.test.targets)  # no pictures
         return classification_evaluation(ask(data.test.inputs), test, {})
 

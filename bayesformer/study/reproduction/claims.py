@@ -195,14 +195,11 @@ def evidence(claim: Claim, stored: StoredStudy, other: Mapping[str, Sequence[Res
         return ELSEWHERE[claim.elsewhere](other)
     found = []
     for contrast in claim.contrasts:
-        values = [
-            {
-                seed: contrast.sign * value
-                for seed, value in stored.scores(stored.column(*name), contrast.task, contrast.metric).items()
-            }
+        one, other_one = (
+            stored.scores(stored.column(*name), contrast.task, contrast.metric)
             for name in (contrast.one, contrast.other)
-        ]
-        found.append(Evidence(contrast.label, paired_difference(*values)))
+        )
+        found.append(Evidence(contrast.label, _signed(paired_difference(one, other_one), contrast.sign)))
     return found
 
 
@@ -215,11 +212,11 @@ def _graphs(other: Mapping[str, Sequence[Result]]) -> list[Evidence]:
             found.append(Evidence(f"graph/{graph}, accuracy: WC - GAT", None))
             continue
         cells = citation_table.cells_of(results, drawn=False)
-        values = [
+        ours, plain = (
             {s: 100 * v for s, r in cells.get((row, graph), {}).items() if (v := finite(r["metrics"]["accuracy"]))}
             for row in ("WC", "GAT")
-        ]
-        found.append(Evidence(f"graph/{graph}, accuracy in points: WC - GAT", paired_difference(*values)))
+        )
+        found.append(Evidence(f"graph/{graph}, accuracy in points: WC - GAT", paired_difference(ours, plain)))
     return found
 
 
@@ -257,9 +254,9 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> Elsewhere:
         results, found = other.get("cold", ()), []
         for task in sorted({str(r["task"]) for r in results}) or ["imdb/cnn_lstm"]:
             for one, two in pairs:
-                values = [_by_seed(results, task, line, 1.0) for line in (one, two)]
+                first, second = (_by_seed(results, task, line, 1.0) for line in (one, two))
                 label = f"{task}, {LL}: {cold.label_of(one)} - {cold.label_of(two)}, T = 1"
-                found.append(Evidence(label, paired_difference(*values)))
+                found.append(Evidence(label, paired_difference(first, second)))
         return found
 
     return speak
