@@ -203,7 +203,7 @@ def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
     verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
-    verbs |= {"reproduce": _study_reproduce}
+    verbs |= {"reproduce": _study_reproduce, "citations": _study_citations}
     return verbs[arguments.name](arguments)
 
 
@@ -457,6 +457,25 @@ def _study_graphs(arguments: argparse.Namespace) -> int:
     from bayesformer.study import citation_table
 
     print(citation_table.table(_read_results(arguments.results).results))
+    return 0
+
+
+def _study_citations(arguments: argparse.Namespace) -> int:
+    """Run the baseline as often as asked for, and print what its accuracy depends on."""
+    from bayesformer.study import citation_runs
+
+    _check_file(arguments.output, "--output")
+    if arguments.runs < 1:
+        raise ValueError(f"--runs must be at least 1; got {arguments.runs}.")
+    variants = [variant.strip() for variant in arguments.variants.split(",")]
+    for variant in variants:
+        citation_runs.seeds_of(variant, 0)
+    with _threads(1):
+        found = citation_runs.runs(
+            arguments.graph, variants, arguments.runs, arguments.output, lambda line: print(line, file=sys.stderr)
+        )
+    for graph, mine in citation_runs.by_graph(found).items():
+        print(f"{graph}\n\n{citation_runs.table(mine)}\n\n{citation_runs.spread_text(mine)}")
     return 0
 
 

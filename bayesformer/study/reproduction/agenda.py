@@ -76,7 +76,7 @@ class StudyFolders:
         return self.results / "choices.json"
 
     def statistics(self, task: str) -> Path:
-        """The weight study of a task."""
+        """The file of the weight study of a task."""
         return self.weights / f"{task.replace('/', '-')}.json"
 
 

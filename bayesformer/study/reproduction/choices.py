@@ -36,7 +36,7 @@ class Choices:
     budgets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Write the file as it is now."""
+        """Write the file with everything that is held now."""
         content = {"format": FORMAT, "budgets": self.budgets, "priors": self.priors, "chosen": self.chosen}
         write_json(self.path, content)
 

@@ -48,7 +48,7 @@ class Contrast:
 
     @property
     def label(self) -> str:
-        """What is compared, in words."""
+        """The task, the score and the two columns, in words."""
         names = [n.name if n.group == FULL else f"{n.name} ({n.group})" for n in (self.one, self.other)]
         return f"{self.task}, {self.metric}: {names[0]} - {names[1]}"
 

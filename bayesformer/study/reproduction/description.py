@@ -93,18 +93,18 @@ class Description:
         return expand([budget.name for budget in self.budgets], TASKS, "task")
 
     def budget(self, task: str) -> TaskBudget:
-        """The budget of a task."""
+        """The budget of a task, that of the first pattern that matches."""
         found = [budget for budget in self.budgets if fnmatchcase(task, budget.name)]
         if not found:
             raise unknown_name("task of the study", task, self.tasks)
         return found[0]
 
     def on(self, task: str) -> list[Column]:
-        """The columns that a task has."""
+        """The columns that a task has, in their order."""
         return [column for column in self.columns if fnmatchcase(task, column.tasks)]
 
     def column(self, label: str) -> Column:
-        """The column of this label."""
+        """The column of this label, group and name."""
         found = {column.label: column for column in self.columns}
         if label not in found:
             raise unknown_name("column", label, found)

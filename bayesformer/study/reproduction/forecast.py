@@ -111,7 +111,7 @@ class Forecaster:
                 write_json(self.path, {kind: vars(pace) for kind, pace in self.paces.items()})
 
     def seconds(self, cell: Cell) -> float:
-        """The forecast of one cell."""
+        """The forecast of one cell, measured first if need be."""
         kind = kind_of(cell)
         self.learn({kind: cell})
         pace, (examples, asked) = self.paces[kind], self._size(cell)

@@ -42,7 +42,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The study in its folders."""
+    """The study in its folders: what is missing of it, how long that takes, and running it."""
 
     description: Description
     folders: StudyFolders
@@ -62,7 +62,7 @@ class Reproduction:
         return found
 
     def agenda(self, only: str | None = None) -> list[Duty]:
-        """What is to be done, in order."""
+        """What is still to be done, in the order of the plan."""
         return agenda(self.description, self.choices(), self.folders, only)
 
     def check_data(self, only: str | None = None) -> None:
@@ -183,7 +183,7 @@ class TimeLeft:
         self.passed, self.began = 0.0, time.monotonic()
 
     def ended(self, cell: Cell) -> None:
-        """Count a cell as done."""
+        """Count a cell as done, with the time that was foreseen."""
         self.passed += self.seconds.get((cell.key, cell.seed), 0.0)
 
     @property

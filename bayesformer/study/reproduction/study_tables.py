@@ -47,7 +47,7 @@ class StudyTable:
     note: str = ""
 
     def markdown(self) -> str:
-        """The table as Markdown."""
+        """The table as Markdown, its note below."""
         lines = [f"| {' | '.join(self.head)} |", "|---" * len(self.head) + "|"]
         lines += [f"| {' | '.join(row)} |" for row in self.rows]
         return "\n".join(lines) + (f"\n\n{self.note}" if self.note else "")
@@ -120,7 +120,7 @@ def thesis_table(stored: StoredStudy, number: str) -> StudyTable:
 
 
 def label_of(key: RowKey) -> str:
-    """How a column is headed."""
+    """How a column of a published table is headed."""
     return {"log_likelihood": "log-lik.", "variance_mse": "var. MSE", "mse": "MSE", "accuracy": "acc."}.get(
         key.metric, "gain, %" if key.metric in GAINS else key.metric.upper()
     )
