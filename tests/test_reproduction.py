@@ -14,7 +14,7 @@ from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.storage import read_json
 from bayesformer.study.reproduction import claims, forecast, study_figures, study_page
 from bayesformer.study.reproduction.agenda import StudyFolders, agenda
-from bayesformer.study.reproduction.choices import Choices, guessed, heavy_law, read_choices
+from bayesformer.study.reproduction.choices import StudyChoices, guessed, heavy_law, read_choices
 from bayesformer.study.reproduction.description import describe_study, read_description
 from bayesformer.study.reproduction.published import TASKS, published, score_of
 from bayesformer.study.reproduction.reproduce import Reproduction, TimeLeft, plan_text
@@ -99,7 +99,7 @@ def test_every_published_number_has_a_column_and_a_score():
 
 def test_every_column_makes_cells_on_every_task_and_has_four_tries_or_none(tmp_path):
     description = read_description()
-    guess = guessed(Choices(tmp_path / "none.json"), description)
+    guess = guessed(StudyChoices(tmp_path / "none.json"), description)
     keys = set()
     for task in description.tasks:
         for column in description.on(task):
@@ -116,7 +116,7 @@ def test_every_column_makes_cells_on_every_task_and_has_four_tries_or_none(tmp_p
 
 def test_methods_get_equal_epochs_from_scratch_and_after_a_start(tmp_path):
     description = read_description()
-    guess = guessed(Choices(tmp_path / "none.json"), description)
+    guess = guessed(StudyChoices(tmp_path / "none.json"), description)
 
     def epochs(label, task, length="equal"):
         (cell,) = column_cells(description, description.column(label), task, guess, [0], length)
@@ -146,7 +146,7 @@ def test_a_description_that_is_wrong_says_where():
         tiny().budget("toy/m2")
 
 
-# Choices
+# StudyChoices
 
 
 def test_the_best_try_by_validation_is_chosen_and_stays(tmp_path):
@@ -181,7 +181,7 @@ def test_choices_made_for_another_description_are_refused(tmp_path):
 
 
 def test_priors_are_fixed_once_and_heavy_where_the_posterior_is(tmp_path):
-    choices = Choices(tmp_path / "choices.json")
+    choices = StudyChoices(tmp_path / "choices.json")
     choices.fix_priors("toy/m1", {"a": "normal(0, 0.3)", "b": "student_t(5, 0, 0.1)"}, 20)
     choices.fix_priors("toy/m1", {"a": "normal(0, 9)"}, 60)
     assert choices.derived("toy/m1") == {"a": "normal(0, 0.3)", "b": "student_t(5, 0, 0.1)"}
@@ -193,12 +193,12 @@ def test_priors_are_fixed_once_and_heavy_where_the_posterior_is(tmp_path):
 
 
 def test_networks_come_first_then_priors_choices_and_cells(folders):
-    duties = agenda(tiny(), Choices(folders.choices), folders)
+    duties = agenda(tiny(), StudyChoices(folders.choices), folders)
     stages = [duty.stage for duty in duties if duty.round == 0]
     assert stages == sorted(stages, key=["networks", "priors", "choice", "cells"].index)
     assert not next(d for d in duties if d.label == "improved prior: Gaussian VI").ready  # its priors are not there
     assert [d.round for d in duties] == sorted(d.round for d in duties)
-    only = agenda(tiny(), Choices(folders.choices), folders, "m1 full network: MLE")
+    only = agenda(tiny(), StudyChoices(folders.choices), folders, "m1 full network: MLE")
     assert {d.label for d in only} == {"full network: MLE"}
 
 
@@ -252,7 +252,7 @@ def test_a_deadline_lets_no_cell_begin(folders, short_series, monkeypatch):
 
 def test_a_forecast_grows_with_epochs_and_data(tmp_path):
     description = tiny()
-    guess = guessed(Choices(tmp_path / "none.json"), description)
+    guess = guessed(StudyChoices(tmp_path / "none.json"), description)
     column = description.column("full network: Gaussian VI")
     (cell,) = column_cells(description, column, "toy/m1", guess, [0])
     known = forecast.Forecaster()
@@ -268,7 +268,7 @@ def test_a_forecast_grows_with_epochs_and_data(tmp_path):
 
 
 def test_the_time_left_follows_what_cells_took(monkeypatch, folders):
-    (duty, *_) = [d for d in agenda(tiny(), Choices(folders.choices), folders) if d.cells]
+    (duty, *_) = [d for d in agenda(tiny(), StudyChoices(folders.choices), folders) if d.cells]
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     heard = []
@@ -287,7 +287,7 @@ def test_the_time_left_follows_what_cells_took(monkeypatch, folders):
 
 
 def empty(folders):
-    return StoredStudy(read_description(), Choices(folders.choices), [])
+    return StoredStudy(read_description(), StudyChoices(folders.choices), [])
 
 
 def test_tables_and_claims_without_results_say_so(folders):

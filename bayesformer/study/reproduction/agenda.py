@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from bayesformer.bench.planning import Cell
 from bayesformer.bench.runner import missing_cells
-from bayesformer.study.reproduction.choices import Choices
+from bayesformer.study.reproduction.choices import StudyChoices
 from bayesformer.study.reproduction.description import Column, Description
 from bayesformer.study.reproduction.study_cells import Length, column_cells, tuning_cells
 from bayesformer.study.weight_networks import MEMBERS
@@ -80,7 +80,9 @@ class StudyFolders:
         return self.weights / f"{task.replace('/', '-')}.json"
 
 
-def agenda(description: Description, choices: Choices, folders: StudyFolders, only: str | None = None) -> list[Duty]:
+def agenda(
+    description: Description, choices: StudyChoices, folders: StudyFolders, only: str | None = None
+) -> list[Duty]:
     """Everything that has no result yet, in order; `only` keeps what a pattern of task and column matches."""
     found = [duty for task in description.tasks for duty in _of_task(description, choices, task)]
     found = [duty for duty in found if only is None or duty.is_meant_by(only)]
@@ -104,7 +106,7 @@ def _left(duties: Sequence[Duty], folders: StudyFolders) -> list[Duty]:
     return left
 
 
-def _of_task(description: Description, choices: Choices, task: str) -> Iterator[Duty]:
+def _of_task(description: Description, choices: StudyChoices, task: str) -> Iterator[Duty]:
     budget = description.budget(task)
     place = description.budgets.index(budget)
     common: dict[str, Any] = {"task": task, "place": place}
@@ -146,7 +148,7 @@ def _cells(
     description: Description,
     column: Column,
     task: str,
-    choices: Choices,
+    choices: StudyChoices,
     turn: int,
     seeds: Sequence[int],
     length: Length,

@@ -27,7 +27,7 @@ HEAVY = ("normal", "laplace", "logistic")
 
 
 @dataclass
-class Choices:
+class StudyChoices:
     """The content of the file, and where it is."""
 
     path: Path
@@ -75,10 +75,12 @@ class Choices:
         return {name: heavy_law(law) if heavy else law for name, law in laws.items()}
 
 
-def guessed(choices: Choices, description: Description) -> Choices:
+def guessed(choices: StudyChoices, description: Description) -> StudyChoices:
     """The same with the first try in the place of what has not been chosen, and one law where there are no priors: what
     a forecast is made with."""
-    found = Choices(choices.path, dict(choices.priors), {task: dict(made) for task, made in choices.chosen.items()})
+    found = StudyChoices(
+        choices.path, dict(choices.priors), {task: dict(made) for task, made in choices.chosen.items()}
+    )
     for task in description.tasks:
         found.priors.setdefault(task, {"networks": 0, "laws": {"*": "normal(0, 1)"}})
         for column in description.on(task):
@@ -93,11 +95,11 @@ def heavy_law(law: str) -> str:
     return f"cauchy({numbers}" if family in HEAVY else law
 
 
-def read_choices(path: Path, description: Description) -> Choices:
+def read_choices(path: Path, description: Description) -> StudyChoices:
     """The choices in a file, or none; refused where they were made for another description."""
     now = {budget.name: {name: asdict(budget)[name] for name in FIXED} for budget in description.budgets}
     if not path.exists():
-        return Choices(path, budgets=now)
+        return StudyChoices(path, budgets=now)
     content = with_numbers(read_json(path, "choices of the study"))
     if content.get("format") != FORMAT:
         raise DamagedFileError(f"choices {path} must be of the format {FORMAT!r}; got {content.get('format')!r}.")
@@ -116,4 +118,4 @@ def read_choices(path: Path, description: Description) -> Choices:
                     f"tries of {label!r} must be those that {path} chose among on {task}; the description has others. "
                     "Restore them, or give another folder with --results."
                 )
-    return Choices(path, content["priors"], content["chosen"], {**now, **content["budgets"]})
+    return StudyChoices(path, content["priors"], content["chosen"], {**now, **content["budgets"]})

@@ -20,7 +20,7 @@ from bayesformer.bench.trial import Options
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.settings import override
 from bayesformer.study.reproduction.agenda import Duty, StudyFolders, agenda
-from bayesformer.study.reproduction.choices import Choices, guessed, read_choices
+from bayesformer.study.reproduction.choices import StudyChoices, guessed, read_choices
 from bayesformer.study.reproduction.description import Description
 from bayesformer.study.reproduction.forecast import Forecaster, kind_of
 from bayesformer.study.reproduction.study_cells import column_cells, tuning_cells
@@ -50,7 +50,7 @@ class Reproduction:
     reporter: Reporter = field(default_factory=Silent)
     say: Callable[[str], None] = print
 
-    def choices(self) -> Choices:
+    def choices(self) -> StudyChoices:
         """What was chosen so far; priors that a stored weight study gives are taken up."""
         found = read_choices(self.folders.choices, self.description)
         for task in self.description.tasks:
@@ -78,7 +78,7 @@ class Reproduction:
         forecaster.learn({kind_of(cell): cell for found in cells for cell in found})
         return [(duty, self._seconds(duty, found, forecaster)) for duty, found in zip(duties, cells, strict=True)]
 
-    def _expected(self, duty: Duty, guess: Choices) -> Sequence[Cell]:
+    def _expected(self, duty: Duty, guess: StudyChoices) -> Sequence[Cell]:
         if duty.column is None or duty.cells is not None:
             return duty.cells or ()
         if duty.stage == "choice":

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from bayesformer.bench.planning import Cell, plan
 from bayesformer.bench.tasks import TASKS
 from bayesformer.methods import METHODS
-from bayesformer.study.reproduction.choices import Choices
+from bayesformer.study.reproduction.choices import StudyChoices
 from bayesformer.study.reproduction.description import Column, Description, TaskBudget
 
 Length = Literal["equal", "long"]
@@ -21,7 +21,7 @@ def column_cells(
     description: Description,
     column: Column,
     task: str,
-    choices: Choices,
+    choices: StudyChoices,
     seeds: Sequence[int],
     length: Length = "equal",
 ) -> list[Cell] | None:
@@ -38,7 +38,7 @@ def column_cells(
     return plan([task], [entry], seeds, {task: dict(budget.settings)} if budget.settings else {})
 
 
-def tuning_cells(description: Description, column: Column, task: str, choices: Choices) -> list[Cell] | None:
+def tuning_cells(description: Description, column: Column, task: str, choices: StudyChoices) -> list[Cell] | None:
     """One cell per try, in their order, on less data and for few epochs; None while its priors are not derived."""
     budget = description.budget(task)
     tuning = budget.tuning
@@ -56,7 +56,7 @@ def tuning_cells(description: Description, column: Column, task: str, choices: C
 
 
 def settings_of(
-    column: Column, task: str, budget: TaskBudget, choices: Choices, chosen: Mapping[str, Any]
+    column: Column, task: str, budget: TaskBudget, choices: StudyChoices, chosen: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The method's settings with what stands for others put in; None where priors are asked for that are not there."""
     settings = {**column.settings, **chosen}

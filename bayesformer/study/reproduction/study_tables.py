@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bayesformer.bench.statistics import Result, Summary, finite, summarise
 from bayesformer.evaluate.catalogue import describe
-from bayesformer.study.reproduction.choices import Choices
+from bayesformer.study.reproduction.choices import StudyChoices
 from bayesformer.study.reproduction.description import Column, Description
 from bayesformer.study.reproduction.published import TASKS, Published, published, score_of
 from bayesformer.study.reproduction.study_cells import Length, column_cells
@@ -56,7 +56,7 @@ class StudyTable:
 class StoredStudy:
     """Stored results of the study, found by column and task."""
 
-    def __init__(self, description: Description, choices: Choices, results: Sequence[Result]) -> None:
+    def __init__(self, description: Description, choices: StudyChoices, results: Sequence[Result]) -> None:
         self.description, self.choices = description, choices
         self.found = {(str(r["task"]), str(r["key"]), int(r["seed"])): r for r in results}
 
@@ -208,7 +208,7 @@ def _settings(stored: StoredStudy, column: Column, task: str) -> str:
     return ", ".join(f"{name}={value}" for name, value in chosen.items()) or NONE
 
 
-def choice_rows(choices: Choices) -> StudyTable:
+def choice_rows(choices: StudyChoices) -> StudyTable:
     """Every choice with the validation scores of its tries, the chosen one in bold."""
     rows = []
     for task, made in choices.chosen.items():
