@@ -203,7 +203,7 @@ def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
     verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
-    verbs |= {"reproduce": _study_reproduce, "citations": _study_citations}
+    verbs |= {"reproduce": _study_reproduce, "citations": _study_citations, "summary": _study_summary}
     return verbs[arguments.name](arguments)
 
 
@@ -477,6 +477,16 @@ def _study_citations(arguments: argparse.Namespace) -> int:
     for graph, mine in citation_runs.by_graph(found).items():
         print(f"{graph}\n\n{citation_runs.table(mine)}\n\n{citation_runs.spread_text(mine)}")
     return 0
+
+
+def _study_summary(arguments: argparse.Namespace) -> int:
+    """Write the tables that documents hold between markers, or say which are not up to date."""
+    from bayesformer.study import summary_table
+
+    stale = summary_table.write_documents(arguments.results, arguments.page, arguments.readme, arguments.check)
+    for path in stale:
+        print(f"{'not up to date:' if arguments.check else 'wrote'} {path}")
+    return 1 if stale and arguments.check else 0
 
 
 def _study_attention(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,15 @@ from bayesformer.bench.records import read_results
 from bayesformer.bench.report import write_report
 from bayesformer.core.storage import read_json
 from bayesformer.reference import checking
-from bayesformer.study import accuracy, citation_table, cold, fidelity_cost, prediction_cost, trained_accuracy
+from bayesformer.study import (
+    accuracy,
+    citation_table,
+    cold,
+    fidelity_cost,
+    prediction_cost,
+    summary_table,
+    trained_accuracy,
+)
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -29,6 +37,7 @@ def cold_table():
 
 
 def tables():
+    yield summary_table.summary_text(RESULTS)
     yield comparison(stored("weight_space"))
     yield choice_table(stored("weight_space"), "temperature")
     yield comparison(stored("attention_series"))

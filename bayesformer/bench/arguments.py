@@ -320,6 +320,7 @@ def _add_study(verbs: Any) -> None:
     _add_priors(names)
     _add_reproduce(names)
     _add_citations(names)
+    _add_summary(names)
 
 
 def _add_weights(names: Any) -> None:
@@ -389,6 +390,21 @@ def _add_citations(names: Any) -> None:
         default=Path("results/citations/citations.json"),
         help="(results/citations/citations.json)",
     )
+
+
+def _add_summary(names: Any) -> None:
+    summary = names.add_parser(
+        "summary",
+        help="the tables that open README.md and docs/results.md",
+        description="Writes, between the markers of both documents, which method won on every task, by how much and at "
+        "what cost, from stored results. The winner is chosen by validation data.",
+    )
+    summary.add_argument(
+        "--check", action="store_true", help="write nothing; returns 1 if a document is not up to date"
+    )
+    summary.add_argument("--results", type=Path, default=Path("results"), help="folder of the experiments (results/)")
+    summary.add_argument("--page", type=Path, default=Path("docs/results.md"), help="(docs/results.md)")
+    summary.add_argument("--readme", type=Path, default=Path("README.md"), help="(README.md)")
 
 
 def _add_reproduce(names: Any) -> None:
