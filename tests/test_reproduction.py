@@ -12,6 +12,7 @@ from bayesformer.bench.records import read_results
 from bayesformer.bench.statistics import Difference
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.storage import read_json
+from bayesformer.methods import Mle, Sghmc, Swag
 from bayesformer.study.reproduction import claims, forecast, study_figures, study_page
 from bayesformer.study.reproduction.agenda import StudyFolders, agenda
 from bayesformer.study.reproduction.choices import StudyChoices, guessed, heavy_law, read_choices
@@ -262,6 +263,9 @@ def test_a_forecast_grows_with_epochs_and_data(tmp_path):
     measured = forecast.measure(cell)
     assert measured.batch >= 0
     assert measured.input >= 0
+    assert [forecast.least_epochs(m) for m in (Sghmc(draws=30), Swag(every=4), Mle())] == [90, 12, 1]
+    assert forecast.calm(Sghmc(lr=0.1, warm_up=0.0)) == Sghmc(lr=forecast.CALM, warm_up=0.0)
+    assert forecast.calm(Sghmc()) == Sghmc()
     (trained,) = column_cells(description, description.column("full network: Final Laplace"), "toy/m1", guess, [0])
     assert forecast.is_trained(trained)
     assert not forecast.is_trained(cell)

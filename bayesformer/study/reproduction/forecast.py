@@ -28,6 +28,7 @@ from bayesformer.train.training import steps_per_epoch
 
 FEW, MORE = 2, 8  # batches
 ASKED, MANY = 16, 80  # inputs
+CALM = 1e-8
 STRENGTHS = (
     "temperature", "prior", "prior_scale", "prior_location", "prior_precision", "prior_sd", "spread", "lengthscale",
     "lr", "friction", "rate", "divergence", "rho",
@@ -55,8 +56,8 @@ def kind_of(cell: Cell) -> str:
 def measure(cell: Cell) -> CellPace:
     """Fit a cell to little data, twice, and ask it about few inputs, twice."""
     task, training, method = cell.build()
-    data = task.load()
-    size = training.batch_size
+    method, data = calm(method), task.load()
+    size, epochs = training.batch_size, least_epochs(method)
 
     def fitted(batches: int) -> tuple[float, Any]:
         train = data.train.subset(slice(0, batches * size))
@@ -64,7 +65,7 @@ def measure(cell: Cell) -> CellPace:
         held = None if data.validation is None else as_batches(data.validation.subset(slice(0, share)), "validation")
         model: Any = task.model if cell.start is None else Models((task.model(),))
         problem = Problem(
-            model, task.likelihood, as_batches(train, "train"), held, replace(training, epochs=1), seed=cell.seed
+            model, task.likelihood, as_batches(train, "train"), held, replace(training, epochs=epochs), seed=cell.seed
         )
         started = time.process_time()
         fit = getattr(method, "fit_trained", method.fit) if cell.start is not None else method.fit
@@ -83,7 +84,19 @@ def measure(cell: Cell) -> CellPace:
 
     least = min(ASKED, len(data.test) // 2)
     most = min(MANY, len(data.test))
-    return CellPace(max(more - few, 0.0) / (MORE - FEW), max(asked(most) - asked(least), 0.0) / (most - least))
+    batch = max(more - few, 0.0) / (MORE - FEW) / epochs
+    return CellPace(batch, max(asked(most) - asked(least), 0.0) / (most - least))
+
+
+def calm(method: Any) -> Any:
+    """The method with a step size that cannot diverge, as a chain's would that starts from an untrained network."""
+    return replace(method, lr=CALM) if isinstance(getattr(method, "lr", None), float) else method
+
+
+def least_epochs(method: object) -> int:
+    """Epochs of one batch after which a method has what it keeps along its way, draws or snapshots."""
+    kept = getattr(method, "draws", 1) if hasattr(method, "burn_in") else getattr(method, "every", 0)
+    return 3 * kept if isinstance(kept, int) and kept > 1 else 1
 
 
 def inputs_asked(data: TaskData) -> int:
