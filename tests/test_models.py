@@ -23,7 +23,7 @@ from bayesformer.models import (
 )
 from bayesformer.models.cnn_lstm import LstmLayer
 from bayesformer.models.transformer import LearnedPositions, SinusoidalPositions, sinusoids
-from bayesformer.models.vit import patches
+from bayesformer.models.vit import patches, some_tokens
 from tests.laws import assert_law
 
 B, T, D, V, C = 3, 7, 8, 11, 4
@@ -489,3 +489,29 @@ def test_the_cnn_lstm_has_the_size_of_the_paper_and_reads_the_order_of_words():
     torch.testing.assert_close(torch.func.vmap(lambda row: model(row[None])[0])(ids), model(ids))
     with pytest.raises(ValueError, match="pool must be"):
         CnnLstm(50, pool=0)
+
+
+def test_token_dropout_sees_a_share_of_the_patches_in_training_and_all_in_evaluation():
+    torch.manual_seed(0)
+    model = VisionTransformer(8, 2, 1, 3, dim=4, depth=1, token_keep=0.5)
+    plain = VisionTransformer(8, 2, 1, 3, dim=4, depth=1)
+    plain.load_state_dict(model.state_dict())
+    images = torch.randn(5, 1, 8, 8)
+    torch.testing.assert_close(model.eval()(images), plain.eval()(images))
+    seen = []
+    model.encoder.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[-2]))
+    first, second = model.train()(images), model(images)
+    assert seen == [8, 8]
+    assert not torch.allclose(first, second)
+    with pytest.raises(ValueError, match="token_keep must be above 0 and at most 1; got 0"):
+        VisionTransformer(8, 2, 1, 3, token_keep=0)
+
+
+def test_tokens_are_kept_with_equal_chance_and_never_twice():
+    tokens = torch.arange(6.0).expand(4000, 6).unsqueeze(-1)
+    kept = some_tokens(tokens, 1 / 3).squeeze(-1)
+    assert kept.shape == (4000, 2)
+    assert (kept[:, 0] != kept[:, 1]).all()
+    shares = torch.stack([(kept == i).any(-1).double().mean() for i in range(6)])
+    torch.testing.assert_close(shares, torch.full((6,), 1 / 3, dtype=torch.float64), atol=0.03, rtol=0)
+    assert some_tokens(tokens, 0.01).shape == (4000, 1, 1)

@@ -201,6 +201,8 @@ def test_networks_come_first_then_priors_choices_and_cells(folders):
     assert [d.round for d in duties] == sorted(d.round for d in duties)
     only = agenda(tiny(), StudyChoices(folders.choices), folders, "m1 full network: MLE")
     assert {d.label for d in only} == {"full network: MLE"}
+    needs = agenda(tiny(), StudyChoices(folders.choices), folders, "improved prior")
+    assert {d.label for d in needs} == {"improved prior: Gaussian VI", "weights"}  # what its priors come from
 
 
 def test_the_study_runs_resumes_and_writes_its_pages(folders, tmp_path, short_series, monkeypatch):

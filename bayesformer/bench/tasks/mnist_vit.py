@@ -44,6 +44,8 @@ class MnistVit(Task):
     """test images that are also shown with noise; 0 leaves these scores out"""
     noise: float = field(default=1.0, metadata=LATER)
     """standard deviation of that noise, in standard deviations of all pixels"""
+    token_keep: float = field(default=1.0, metadata=LATER)
+    """share of the patches that a training step sees of an image, at random; evaluation sees all"""
 
     likelihood: ClassVar[Likelihood] = Categorical()
 
@@ -66,7 +68,14 @@ class MnistVit(Task):
     def model(self) -> nn.Module:
         """A vision transformer of 49 patches with 10 classes."""
         return VisionTransformer(
-            mnist.SIDE, self.patch, 1, mnist.CLASSES, dim=self.dim, depth=self.depth, heads=self.heads
+            mnist.SIDE,
+            self.patch,
+            1,
+            mnist.CLASSES,
+            dim=self.dim,
+            depth=self.depth,
+            heads=self.heads,
+            token_keep=self.token_keep,
         )
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:

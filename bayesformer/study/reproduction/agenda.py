@@ -83,9 +83,13 @@ class StudyFolders:
 def agenda(
     description: Description, choices: StudyChoices, folders: StudyFolders, only: str | None = None
 ) -> list[Duty]:
-    """Everything that has no result yet, in order; `only` keeps what a pattern of task and column matches."""
+    """Everything that has no result yet, in order; `only` keeps what a pattern of task and column matches, and the
+    priors that this needs."""
     found = [duty for task in description.tasks for duty in _of_task(description, choices, task)]
-    found = [duty for duty in found if only is None or duty.is_meant_by(only)]
+    if only is not None:
+        meant = [duty for duty in found if duty.is_meant_by(only)]
+        waiting = {duty.task for duty in meant if not duty.ready}  # for priors, perhaps
+        found = meant + [duty for duty in found if duty.stage == "priors" and duty.task in waiting]
     left = _left(found, folders)
     return sorted(left, key=lambda duty: duty.order)
 
