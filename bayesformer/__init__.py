@@ -20,6 +20,7 @@ from bayesformer.laplace.update import laplace_update
 from bayesformer.layers import convert, convert_concrete, kl_divergence, revert
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian, NextToken, Poisson
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, PoissonPredictive
+from bayesformer.likelihoods.token_predictive import TokenPredictive
 from bayesformer.methods import (
     Attention,
     Baoab,
@@ -92,6 +93,7 @@ __all__ = [
     "Stream",
     "Swag",
     "Tfb",
+    "TokenPredictive",
     "Training",
     "TrainingDivergedError",
     "Vi",

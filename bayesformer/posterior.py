@@ -20,14 +20,16 @@ from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params
 from bayesformer.data import as_batches, as_inputs
 from bayesformer.data.inputs import inputs_to, leaves, map_inputs
-from bayesformer.data.unlabelled import InputBatches
+from bayesformer.data.unlabelled import Asked, InputBatches, TensorInputs
 from bayesformer.generation import Generation, SampledAnswers
+from bayesformer.inference.diagnostics import chain_words
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
-from bayesformer.likelihoods.language import decoder_inputs
+from bayesformer.likelihoods.language import batches_for, check_tokens, decoder_inputs, padding_token
 from bayesformer.likelihoods.links import Link
-from bayesformer.likelihoods.predictive import Predictive, Temperable
+from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive, Temperable
+from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
 from bayesformer.model.randomness import find_randomness
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton
@@ -40,16 +42,27 @@ from bayesformer.predict.adapter_files import (
     with_adapter,
     write_adapter,
 )
-from bayesformer.predict.assemble import ROUND, ROUND_NUMBERS, Convert, assemble, pass_numbers, rounds_of, tensors_of
+from bayesformer.predict.assemble import (
+    PASS_NUMBERS,
+    ROUND,
+    ROUND_NUMBERS,
+    Convert,
+    assemble,
+    pass_numbers,
+    rounds_of,
+    tensors_of,
+)
 from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.feature_gate import GatedPosterior, gated
 from bayesformer.predict.linearised import Linearised
+from bayesformer.predict.posterior_card import posterior_card
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.self_check import self_check
 from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamliner
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
 from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
 from bayesformer.predict.tempering import best_temperature
+from bayesformer.predict.token_reduction import MISSING, TOP, TokenReduction, drawn_in_groups, reduced_rounds
 from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
 
@@ -247,7 +260,7 @@ class Posterior:
         gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
         far they score below the mean, and whether linearised and sampled outputs spread alike.
         """
-        return self_check(self, as_batches(data, "data"))
+        return self_check(self, batches_for(self.model, as_batches(data, "data")))
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
@@ -353,19 +366,24 @@ class Posterior:
         batch_size: int | None = None,
         strategy: Strategy = "auto",
         settings: Any = None,
+        full: bool = False,
+        top: int = TOP,
     ) -> Predictive:
         """The predictive distribution; options as for `outputs`.
 
         With "sampled", `draws` counts draws of the weights. Otherwise outputs are Gaussian, `link` says how they
         become probabilities (see `likelihoods.links`), and `draws` counts draws of the outputs where that takes
         draws: they cost no forward pass. Beyond what is returned, memory holds the outputs of a few examples.
+
+        Of a language model (`NextToken`) probabilities of all tokens are not kept: the result is a `TokenPredictive`
+        with the uncertainties, the `top` most probable tokens and, where inputs come with labels, their
+        log-probabilities, reduced draw by draw. `full=True` gives the probabilities of all tokens under all draws.
         """
         way = self._way(predictive)
         if way != "sampled":
-            found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
-            chosen = self.link if link is None else link
-            made = self.likelihood.predictive(found, chosen, self.default_draws if draws is None else draws, seed)
-            return self._tempered(made)
+            return self._of_gaussian(way, inputs, draws, link, seed, batch_size, settings, full, top)
+        if self._reduces(full, top):
+            return join_tokens(list(self._reduced(inputs, draws, link, seed, batch_size, strategy, top)))
         latest: list[Any] = []
         data = self._inputs(inputs)
         tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, latest))
@@ -380,13 +398,18 @@ class Posterior:
         seed: int = 0,
         batch_size: int | None = None,
         strategy: Strategy = "auto",
+        full: bool = False,
+        top: int = TOP,
     ) -> Iterator[Predictive]:
         """Predictives of some examples at a time, in order: for data of any length in bounded memory.
 
         Each is what `predict` says of a group of up to `ROUND` examples, fewer where their outputs under all draws
         would be more than `ROUND_NUMBERS` numbers. Always by draws of the weights ("sampled"). Options
-        as for `predict`.
+        as for `predict`; of a language model they are reduced in the same way.
         """
+        if self._reduces(full, top):
+            yield from self._reduced(inputs, draws, link, seed, batch_size, strategy, top)
+            return
         latest: list[Any] = []
         convert = self._converter(link, latest)
         data = self._inputs(inputs)
@@ -396,6 +419,93 @@ class Posterior:
             examples = min(ROUND, ROUND_NUMBERS // (sampler.count * self._numbers(sampler, data)))
             for part in rounds_of(sampler, data.in_order(size, self.device), convert, max(1, examples)):
                 yield self._tempered(replace(latest[0], **part))
+
+    def _of_gaussian(
+        self,
+        way: Way,
+        inputs: Any,
+        draws: int | None,
+        link: Link | None,
+        seed: int,
+        batch_size: int | None,
+        settings: Any,
+        full: bool,
+        top: int,
+    ) -> Predictive:
+        """The predictive of outputs that are Gaussian."""
+        chosen = self.link if link is None else link
+        count = self.default_draws if draws is None else draws
+        if self._reduces(full, top):
+            return self._reduced_gaussian(way, inputs, count, chosen, seed, batch_size, settings, top)
+        found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
+        return self._tempered(self.likelihood.predictive(found, chosen, count, seed))
+
+    def _reduced_gaussian(
+        self,
+        way: Way,
+        inputs: Any,
+        draws: int,
+        link: Link | None,
+        seed: int,
+        batch_size: int | None,
+        settings: Any,
+        top: int,
+    ) -> TokenPredictive:
+        """The same, reduced batch by batch and, where the outputs are drawn, a few draws at a time."""
+        data = self._inputs(inputs)
+        asked_about = self
+        if way == "streamlined":
+            _check_gaussian(self, way)
+            asked_about = replace(self, calibration=(self.law, self._calibration(data)))
+        with self.at_mean.borrow() as shell, torch.no_grad():
+            each = max(1, shell(inputs_to(data.first(1), self.device)).numel())
+        size = max(1, min(self._batch_size(batch_size), PASS_NUMBERS // each))
+        parts = []
+        for asked in data.labelled(size, self.device):
+            found = asked_about._gaussian_outputs(way, TensorInputs(asked.inputs), size, settings)
+            reduction = self._reduction(asked, None, 1.0, top)
+            for some, own_seed in drawn_in_groups(size * each, draws, link, seed):
+                made = self._tempered(self.likelihood.predictive(found, link, some, own_seed))
+                assert isinstance(made, CategoricalPredictive)
+                reduction.add_predictive(made)
+            parts.append(reduction.result())
+        return join_tokens(parts)
+
+    def _reduces(self, full: bool, top: int) -> bool:
+        """Whether predictions are reduced; the likelihood decides, unless all probabilities are asked for."""
+        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+            raise ValueError(f"top must be a whole number, at least 1; got {top!r}.")
+        if not isinstance(full, bool):
+            raise ValueError(f"full must be True or False; got {full!r}.")
+        return self.likelihood.reduces and not full
+
+    def _reduced(
+        self,
+        inputs: Any,
+        draws: int | None,
+        link: Link | None,
+        seed: int,
+        batch_size: int | None,
+        strategy: Strategy,
+        top: int,
+    ) -> Iterator[TokenPredictive]:
+        """Reduced predictives of some examples at a time, in order, by draws of the weights."""
+        data = self._inputs(inputs)
+        with self.shells.borrow() as shell:
+            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
+            asked = data.labelled(self._pass_size(sampler, data, batch_size), self.device)
+            numbers = self._numbers(sampler, data)
+            yield from reduced_rounds(
+                sampler, asked, numbers, lambda one: self._reduction(one, link, self.tempering, top)
+            )
+
+    def _reduction(self, asked: Asked, link: Link | None, tempering: float, top: int) -> TokenReduction:
+        """An empty reduction for one batch, with its labels at the rows that answer them."""
+        labels = asked.labels
+        if labels is not None:
+            moved, counted = self.likelihood.align(labels, asked.mask)
+            labels = moved if counted is None else moved.masked_fill(~counted, MISSING)
+        return TokenReduction(self.likelihood, labels, link, tempering, top)
 
     def _tempered(self, predictive: Predictive) -> Predictive:
         if self.tempering == 1:
@@ -449,6 +559,7 @@ class Posterior:
         stop: Any = None,
         cached: bool | None = None,
         on_step: Any = None,
+        num_beams: int = 1,
     ) -> Generation:
         """Continue text with a causal language model, each token from the probabilities averaged over draws.
 
@@ -468,9 +579,12 @@ class Posterior:
             stop: texts or token numbers that end a sequence, beside the model's own end token.
             cached: keep keys and values of what was read; by default where the model can.
             on_step: called with every `Step` and with which sequences run on, as soon as it is known.
+            num_beams: must be 1; beams are not supported.
         """
         from bayesformer.generation.writing import Choosing, write
 
+        if num_beams != 1:
+            raise ValueError(f"num_beams must be 1, for generate has no beams; got {num_beams!r}.")
         draws = self._few_draws(draws)
         self._check_base()
         choose = Choosing(do_sample, temperature, top_p)
@@ -528,9 +642,12 @@ class Posterior:
         """Inputs in any form; of an encoder-decoder model with the decoder inputs that its labels make."""
         if isinstance(given, Mapping) and isinstance(given.get("labels"), Tensor):
             inputs = {name: value for name, value in given.items() if name != "labels"}
-            return as_inputs(decoder_inputs(self.model, inputs, given["labels"]), "inputs")
-        data = as_inputs(given, "inputs")
+            made = decoder_inputs(self.model, inputs, given["labels"])
+            check_tokens(self.model, made, "inputs")
+            return as_inputs({**made, "labels": given["labels"]} if isinstance(made, dict) else made, "inputs")
+        data = as_inputs(given, "inputs").padded_with(padding_token(self.model))
         decoder_inputs(self.model, data.first(1))  # refuses an encoder-decoder model without any
+        check_tokens(self.model, data.inputs if isinstance(data, TensorInputs) else data.first(1), "inputs")
         return data
 
     def _sampled(
@@ -681,6 +798,10 @@ class Posterior:
         are put in place by themselves. It gives the architecture and the frozen weights; it is not changed, and its
         inferred weights are not used. A file that is truncated, altered or was made for another model is refused.
         """
+        given: object = model
+        if not isinstance(given, nn.Module):
+            hint = " Call it, to give the model that it builds." if callable(given) else ""
+            raise ValueError(f"model must be an nn.Module; got {type(given).__name__}.{hint}")
         return cls(**saving.load(Path(folder), with_adapter(Path(folder), model)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
@@ -695,17 +816,32 @@ class Posterior:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "walked", (self._origin, self._walk()))
 
+    def _repr_html_(self) -> str:
+        return posterior_card(self)
+
     def __repr__(self) -> str:
         name = self.facts.get("method", {}).get("name", type(self.law).__name__)
         state = {False: "has not converged", True: "converged", None: "convergence unknown"}
         settled = self.facts.get("converged") or [None]
         verdict = state[False if False in settled else None if None in settled else True]
+        if "diagnostics" in self.facts:  # of Hamiltonian chains, which converge in another sense than a search does
+            verdict = chain_words(self.facts["diagnostics"])
         init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
         doubted = f", {len(self.doubts)} doubts (see .doubts)" if self.doubts else ""
+        prior = _chosen_prior(self.facts)
         return (
             f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
-            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{doubted})"
+            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{prior}{doubted})"
         )
+
+
+def _chosen_prior(facts: Mapping[str, Any]) -> str:
+    """In words, that the prior is not N(0, 1) but one whose precision the fit chose, where it did."""
+    asked, found = facts.get("method", {}).get("prior_precision"), facts.get("prior_precision")
+    if not isinstance(asked, str) or not found:
+        return ""
+    shown = f"precision {found[0]:.3g}" if len(found) == 1 else f"{len(found)} precisions"
+    return f", prior of {shown} chosen from the data"
 
 
 def _check_settings(way: str, settings: Any) -> None:
@@ -721,7 +857,8 @@ def _check_settings(way: str, settings: Any) -> None:
 
 def _check_gaussian(posterior: Posterior, way: str) -> None:
     if not isinstance(posterior.law, GaussianLaw):
-        what = "a random network" if posterior.noisy_draws else f"{posterior.law.available} draws"
+        kind = type(posterior.law).__name__ if posterior.law.available is None else f"{posterior.law.available} draws"
+        what = "a random network" if posterior.noisy_draws else kind
         raise ValueError(
             f"predictive={way!r} needs a posterior that is a Gaussian over the weights; this one is {what}. "
             "Use predictive='sampled'."

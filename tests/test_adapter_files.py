@@ -91,3 +91,11 @@ def test_what_cannot_be_exported_or_loaded_is_refused(tmp_path):
     noisy = fitted(bf.MCDropout(draws=2))
     with pytest.raises(ValueError, match="random network"):
         noisy.export_adapters(tmp_path / "d", draws=2)
+
+
+def test_a_base_that_peft_has_changed_is_no_plain_base(tmp_path):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    plain = base()
+    adapted(plain)
+    with pytest.raises(ValueError, match="this is a base whose layers PEFT has replaced already"):
+        bf.Posterior.load(tmp_path, plain)

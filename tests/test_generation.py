@@ -98,7 +98,7 @@ def test_with_spread_it_is_a_loop_over_predict(make):
     found = chain.generate({"input_ids": ids}, draws=3, max_new_tokens=5)
     so_far = ids
     for step in range(found.tokens.shape[1]):
-        predictive = chain.predict({"input_ids": so_far}, draws=3)
+        predictive = chain.predict({"input_ids": so_far}, draws=3, full=True)
         last = predictive.log_mean[:, -1]
         on = found.counted[:, step]
         assert torch.equal(found.tokens[on, step], last.argmax(-1)[on])
@@ -228,7 +228,7 @@ def test_a_bfloat16_base_with_float32_adapters():
     model = lora(llama().to(torch.bfloat16))
     chain = posterior(model, draws=3, sd=0.5)
     found = chain.generate({"input_ids": prompts()}, draws=3, max_new_tokens=4)
-    looped = chain.predict({"input_ids": prompts()}, draws=3).log_probs[:, :, -1]
+    looped = chain.predict({"input_ids": prompts()}, draws=3, full=True).log_probs[:, :, -1]
     torch.testing.assert_close(found.by_draw.probs[:, :, 0, 0], looped.amax(-1).exp(), atol=2e-2, rtol=2e-2)
     assert found.total.dtype == torch.float64
 

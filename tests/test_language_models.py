@@ -217,7 +217,7 @@ def test_laplace_chooses_its_prior_on_labels_that_are_ignored():
     data = ({"input_ids": tokens}, labels)
     settings = {"structure": "diag", "subset": "*ln_f*", "prior_precision": "validation", "grid": 3, "draws": 5}
     posterior = bf.laplace(model, data, likelihood=NextToken(), validation=data, **settings)
-    predictive = posterior.predict({"input_ids": tokens})
+    predictive = posterior.predict({"input_ids": tokens}, full=True)
     counted = NextToken().counted(labels)
     assert counted.sum(-1).tolist() == [3] * 6
     expected = evaluate.mean_log_likelihood(predictive, labels, counted) / 3  # per token that counts
@@ -231,7 +231,7 @@ def test_learning_next_tokens_is_not_learning_to_copy():
     likelihood = resolve("categorical", gpt2(), batch_of(tokens))
     data = ({"input_ids": tokens}, tokens)
     posterior = bf.fit(gpt2(), data, likelihood=likelihood, training=bf.Training(epochs=60, lr=0.02, batch_size=32))
-    predictive = posterior.predict({"input_ids": tokens})
+    predictive = posterior.predict({"input_ids": tokens}, full=True)
     rows, answers = likelihood.pairs(predictive, tokens)
     assert evaluate.accuracy(rows, answers) > 0.9
     assert (predictive.labels == tokens).float().mean() < 0.2
@@ -389,3 +389,30 @@ def test_decoder_inputs_of_wrapped_models_and_plain_tensors():
         decoder_inputs(t5(), (tokens, tokens), labels)
     with pytest.raises(ValueError, match=r"must be token numbers \(B, T\).*got torch.int64 \(3,\)"):
         decoder_inputs(t5(), tokens, labels[:, 0])
+
+
+@pytest.mark.parametrize("form", ["list", "table", "stream"])
+def test_ragged_rows_are_padded_with_the_padding_token_of_the_model(form):
+    """A decoder that classifies reads its answer at the last token that is no padding token of its own."""
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=5,
+        num_labels=3,
+    )
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    rows = [{"input_ids": list(range(6, 9 + j)), "attention_mask": [1] * (3 + j), "labels": j % 3} for j in range(4)]
+    asked = [{k: row[k] for k in ("input_ids", "attention_mask")} for row in rows]
+    forms = {
+        "list": (rows, asked),
+        "table": ({k: [r[k] for r in rows] for k in rows[0]}, {k: [r[k] for r in asked] for k in asked[0]}),
+        "stream": (bf.Stream(rows, num_data=4), bf.Stream(asked, num_data=4)),
+    }
+    data, inputs = forms[form]
+    posterior = bf.fit(model, data, likelihood="categorical", training=bf.Training(epochs=2), progress=False)
+    member = posterior.module(0)
+    alone = [member(input_ids=torch.tensor([row["input_ids"]])).logits.softmax(-1)[0] for row in rows]
+    torch.testing.assert_close(posterior.predict(inputs).probs, torch.stack(alone), atol=1e-6, rtol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from bayesformer.core.types import Draws, GaussianOutputs
+from bayesformer.core.types import Draws, GaussianOutputs, matched_normals
 from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian
 from bayesformer.likelihoods.links import binary_probit, bridge, probit
 
@@ -110,13 +110,30 @@ def test_mc_is_the_integral():
     assert shrunk != pytest.approx(found, abs=1e-9)
 
 
-def test_mc_has_noise_of_its_own_for_every_input_and_repeats():
-    outputs = GaussianOutputs(torch.zeros(2, 3), torch.ones(2, 3))
-    first = Categorical().predictive(outputs, "mc", 50, seed=4)
-    assert not torch.equal(first.log_probs[:, 0], first.log_probs[:, 1])
-    assert torch.equal(first.log_probs, Categorical().predictive(outputs, "mc", 50, seed=4).log_probs)
-    assert len(first.log_probs) == 50
-    assert (first.epistemic > 0.05).all()
+def test_mc_says_the_same_of_an_input_wherever_it_stands_and_repeats():
+    outputs = gaussian((6, 3))
+    together = Categorical().predictive(outputs, "mc", 50, seed=4)
+    alone = Categorical().predictive(GaussianOutputs(*(part[4:5] for part in outputs)), "mc", 50, seed=4)
+    torch.testing.assert_close(together.log_probs[:, 4:5], alone.log_probs)
+    again = Categorical().predictive(outputs, "mc", 50, seed=4)
+    assert torch.equal(together.log_probs, again.log_probs)
+    assert not torch.equal(together.log_probs, Categorical().predictive(outputs, "mc", 50, seed=5).log_probs)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 4)])
+def test_draws_of_a_gaussian_have_its_mean_and_covariance_exactly(shape):
+    outputs = gaussian(shape)
+    values = outputs.draw(64, seed=1)
+    torch.testing.assert_close(values.mean(0), outputs.mean)
+    away = values - outputs.mean
+    torch.testing.assert_close(torch.einsum("l...i,l...j->...ij", away, away) / 64, outputs.covariance)
+
+
+def test_matched_normals_are_normal():
+    """One number of each of many sets: Kolmogorov-Smirnov against N(0, 1), for pairs and for too few draws."""
+    for draws, size in ((64, 8), (9, 4), (6, 5)):
+        found = [matched_normals(draws, size, torch.Generator().manual_seed(s))[0, 0].item() for s in range(2000)]
+        assert stats.kstest(found, "norm").pvalue > 1e-3
 
 
 def test_closed_links_have_one_component_and_no_split():

@@ -123,19 +123,33 @@ class GaussianOutputs(NamedTuple):
         return spread if self.factor is None else spread + self.factor @ self.factor.mT
 
     def draw(self, draws: int, seed: int = 0) -> Tensor:
-        """(L, B, ..., K): draws from the stream of `seed`, the same on every device."""
-        source = torch.Generator("cpu").manual_seed(seed)
+        """(L, B, ..., K): draws from the stream of `seed`, the same on every device.
 
-        def noise(shape: torch.Size) -> Tensor:
-            made = torch.randn(draws, *shape, generator=source, dtype=self.mean.dtype, device="cpu")
-            return made.to(self.mean.device)
-
-        values = self.mean + self.diagonal.sqrt() * noise(self.mean.shape)
+        All inputs share the same standard normal numbers, so that what is said of an input does not depend on its place
+        among others. Draws of different inputs are therefore not independent.
+        """
+        size, rank = self.mean.shape[-1], 0 if self.factor is None else self.factor.shape[-1]
+        noise = matched_normals(draws, size + rank, torch.Generator("cpu").manual_seed(seed)).to(self.mean)
+        every = noise[:, :size].reshape(draws, *(1,) * (self.mean.dim() - 1), size)
+        values = self.mean + self.diagonal.sqrt() * every
         if self.factor is not None:
-            rank = torch.Size([*self.mean.shape[:-1], self.factor.shape[-1]])
-            # All draws in one product per input: otherwise the factor would be copied for every draw.
-            values = values + (self.factor @ noise(rank).movedim(0, -1)).movedim(-1, 0)
+            values = values + (self.factor @ noise[:, size:].mT).movedim(-1, 0)
         return values
+
+
+def matched_normals(draws: int, size: int, source: torch.Generator) -> Tensor:
+    """(draws, size), float64, on the CPU: standard normal numbers whose mean is 0 and covariance I, exactly.
+
+    Pairs ±z have mean 0; the columns of the z are made orthogonal, of length √(draws/2), so that a number is that of a
+    random point on a sphere: normal but for terms of order 1/draws. An odd number of draws, or one below twice the
+    size, cannot have these moments: then they are independent draws.
+    """
+    half = draws // 2
+    if draws % 2 or half < size:
+        return torch.randn(draws, size, generator=source, dtype=torch.float64, device="cpu")
+    columns, upper = torch.linalg.qr(torch.randn(half, size, generator=source, dtype=torch.float64, device="cpu"))
+    z = columns * upper.diagonal().sign() * half**0.5  # without the sign, QR's choice would be no draw
+    return torch.cat([z, -z])
 
 
 Outputs: TypeAlias = Draws | GaussianOutputs

@@ -18,7 +18,7 @@ from bayesformer.data.column_tables import Columns, ColumnTable, collate_rows, i
 from bayesformer.data.in_memory import Data, InMemory, join
 from bayesformer.data.indexed import Indexed
 from bayesformer.data.inputs import as_tensors
-from bayesformer.data.labels import drop_labels, split_labels
+from bayesformer.data.labels import drop_labels, labels_in, split_labels
 from bayesformer.data.ragged import Padding, is_ragged
 from bayesformer.data.streams import Stream, Streamed, length_of
 from bayesformer.data.torch_datasets import Items, examples_of, is_indexable, is_loader, loading_of
@@ -89,17 +89,18 @@ def as_inputs(
     tuples of two or more, the last entry is the target, as in training.
     """
     if isinstance(inputs, InMemory):
-        return TensorInputs(inputs.data.inputs, name)
+        return TensorInputs(inputs.data.inputs, name, inputs.data.targets, inputs.data.mask)
     if isinstance(inputs, Stream):
         num_data, inputs = inputs.num_data or num_data, inputs.examples
     if isinstance(inputs, Data | Batch):
-        return TensorInputs(as_tensors(inputs.inputs), name)
+        return TensorInputs(as_tensors(inputs.inputs), name, *labels_in(inputs))
     if type(inputs) is TensorDataset:
-        return TensorInputs(drop_labels(inputs.tensors, name), name)
+        return TensorInputs(drop_labels(inputs.tensors, name), name, *labels_in(inputs.tensors))
     if isinstance(inputs, Tensor | np.ndarray | tuple) or (isinstance(inputs, Mapping) and not _is_lists(inputs)):
         pair = isinstance(inputs, tuple) and len(inputs) > 1 and isinstance(inputs[0], Mapping | tuple | list)
-        called = drop_labels(inputs, name) if pair or isinstance(inputs, Mapping) else as_tensors(inputs)
-        return TensorInputs(called, name)
+        if pair or isinstance(inputs, Mapping):
+            return TensorInputs(drop_labels(inputs, name), name, *labels_in(inputs))
+        return TensorInputs(as_tensors(inputs), name)
     reader = inputs if isinstance(inputs, Batches) else _read(inputs, name, num_data, collate, tokenizer, keys)
     if not isinstance(reader, Indexed | Streamed):
         raise ValueError(f"{name} must be data that can be read in order; got {type(reader).__name__}.")
@@ -162,6 +163,12 @@ def _read(
     """Data that are read when they are needed."""
     if collate is None and hasattr(data, "collate_fn") and is_loader(data):
         collate = data.collate_fn
+    if hasattr(data, "edge_index"):
+        raise ValueError(
+            f"{name} must be {FORMS}; got a graph, {type(data).__name__}. A graph is one example: its tensors with "
+            "an axis of length 1, {'x': data.x[None], 'edge_index': data.edge_index[None], 'labels': data.y[None]}"
+            ", with labels -100 for nodes that do not count, and a module that takes that axis away."
+        )
     padding = Padding(tokenizer, always_mask=isinstance(data, list) and is_ragged(data))
     if is_loader(data):
         loading = loading_of(data)

@@ -49,6 +49,21 @@ def drop_labels(raw: Any, name: str) -> Inputs:
     return inputs
 
 
+def labels_in(raw: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Targets and mask by the same rules, unchecked; None where there are none, or where they are no tensor."""
+    found: Any = None
+    mask: Any = None
+    if isinstance(raw, Batch | Data):
+        found, mask = raw.targets, raw.mask
+    elif isinstance(raw, Mapping):
+        key = label_key(raw)
+        found = None if key is None else raw[key]
+    elif isinstance(raw, tuple | list) and len(raw) >= 2:
+        found = raw[-1]
+    known = tuple(as_tensors(part) for part in (found, mask))
+    return tuple(part if isinstance(part, Tensor) else None for part in known)  # type: ignore[return-value]
+
+
 def _split(raw: Any, name: str) -> Batch:
     if isinstance(raw, Batch | Data):
         return Batch(*(as_tensors(part) for part in (raw.inputs, raw.targets, raw.mask)))

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import check_inputs, first_tensor, inputs_to, map_inputs
-from bayesformer.data.labels import drop_labels
+from bayesformer.data.labels import drop_labels, labels_in
 from bayesformer.data.order import bounds
+
+
+class Asked(NamedTuple):
+    """Some inputs, and their labels where the data have any, with the mask that says which of these count."""
+
+    inputs: Inputs
+    labels: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class InputBatches(Protocol):
@@ -23,27 +32,48 @@ class InputBatches(Protocol):
         """Every example once, in the data's own order. A DataLoader keeps its own batch size."""
         ...
 
+    def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
+        """The same with labels, where the data have any."""
+        ...
+
     def first(self, count: int) -> Inputs:
         """At most `count` examples, for checks; a stream gives them again when it is read."""
+        ...
+
+    def padded_with(self, token: int) -> InputBatches:
+        """The same inputs, with token numbers filled up by `token` where it is this library that pads them."""
         ...
 
 
 class TensorInputs:
     """Inputs held as tensors; a batch is a view of them."""
 
-    def __init__(self, inputs: Inputs, name: str = "inputs") -> None:
+    def __init__(
+        self, inputs: Inputs, name: str = "inputs", labels: Tensor | None = None, mask: Tensor | None = None
+    ) -> None:
         check_inputs(inputs, name)
-        self.inputs = inputs
+        self.inputs, self.labels, self.mask = inputs, labels, mask
         self.num_data: int | None = len(first_tensor(inputs))
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Inputs]:
         """Inputs of every example once, in order, in batches of `batch_size`."""
+        for asked in self.labelled(batch_size, device):
+            yield asked.inputs
+
+    def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
+        """The same with the labels and the mask that there are."""
         for begin, end in bounds(len(first_tensor(self.inputs)), batch_size):
-            yield inputs_to(map_inputs(self.inputs, lambda x, a=begin, b=end: x[a:b]), device)
+            inputs = inputs_to(map_inputs(self.inputs, lambda x, a=begin, b=end: x[a:b]), device)
+            own = (None if x is None else x[begin:end].to(device or x.device) for x in (self.labels, self.mask))
+            yield Asked(inputs, *own)
 
     def first(self, count: int) -> Inputs:
         """Inputs of the first `count` examples, or of all there are if they are fewer."""
         return map_inputs(self.inputs, lambda x: x[:count])
+
+    def padded_with(self, token: int) -> TensorInputs:  # noqa: ARG002
+        """These inputs: tensors have been padded already."""
+        return self
 
 
 class RawReader(Protocol):
@@ -60,6 +90,10 @@ class RawReader(Protocol):
         """The first examples as the data give them."""
         ...
 
+    def padded_with(self, token: int) -> RawReader:
+        """The same data, padded with `token`."""
+        ...
+
 
 class ReadInputs:
     """Inputs read from a dataset or stream; its targets, if any, are left out."""
@@ -72,6 +106,21 @@ class ReadInputs:
         for raw in self.reader.raw_in_order(batch_size):
             yield inputs_to(drop_labels(raw, self.reader.name), device)
 
+    def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
+        """The same with the labels that there are."""
+        for raw in self.reader.raw_in_order(batch_size):
+            yield asked_in(raw, self.reader.name, device)
+
     def first(self, count: int) -> Inputs:
         """The first examples, at most `count`."""
         return map_inputs(drop_labels(self.reader.raw_first(count), self.reader.name), lambda x: x[:count])
+
+    def padded_with(self, token: int) -> ReadInputs:
+        """The same inputs, padded with `token`."""
+        return ReadInputs(self.reader.padded_with(token))
+
+
+def asked_in(raw: Any, name: str, device: torch.device | str | None = None) -> Asked:
+    """Inputs with their labels and mask, where there are any."""
+    labels = (x if x is None or device is None else x.to(device) for x in labels_in(raw))
+    return Asked(inputs_to(drop_labels(raw, name), device), *labels)

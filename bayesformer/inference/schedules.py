@@ -81,6 +81,16 @@ def warmup_linear(lr: float, warmup: int, steps: int) -> Schedule:
     return rate
 
 
+def annealed(start: float, end: float, steps: int) -> Schedule:
+    """Linear from `start` to `end` over `steps`, and constant from there: η_t = η_0 + (η_1 - η_0) min(t / n, 1).
+
+    The linear form of torch's SWALR (Izmailov et al. 2018), by steps instead of epochs.
+    """
+    if not steps >= 1:
+        raise ValueError(f"steps must be at least 1; got {steps}.")
+    return lambda step: start + (end - start) * (step / steps).clamp_max(1)
+
+
 def cycle_position(cycles: int, steps: int) -> Schedule:
     """Where a step stands in its cycle, in [0, 1):  r_t = ((t - 1) mod n) / n,  n = ⌈steps / cycles⌉.
 

@@ -163,7 +163,7 @@ def mean_log_likelihood(posterior: Posterior, data: Batches) -> float:
         if counted is not None and not bool(counted.any()):
             continue
         try:
-            predictive = posterior.predict(batch.inputs)
+            predictive = posterior.predict(batch)
         except NotFiniteError:  # so wide that moments overflow on their way through the network
             return math.nan
         if _has_nan(predictive):

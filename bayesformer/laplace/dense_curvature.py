@@ -52,7 +52,8 @@ def largest_variance(diagonal: list[CurvaturePiece] | list[tuple[slice | Tensor,
     (Daxberger et al. 2021, subnetwork inference).
     """
     places, values = [], []
-    for *_, place, structure in diagonal:
+    for piece in diagonal:
+        place, structure = (piece.place, piece.structure) if isinstance(piece, CurvaturePiece) else piece
         at = torch.arange(place.start, place.stop, device="cpu") if isinstance(place, slice) else place
         places.append(at)
         values.append(structure.diagonal())

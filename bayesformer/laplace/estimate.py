@@ -30,6 +30,7 @@ from bayesformer.laplace import low_rank_curvature as low_rank
 from bayesformer.laplace.passes import COLUMNS, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
+from bayesformer.likelihoods.language import batches_for
 from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
@@ -65,6 +66,8 @@ class Curvature:
     kind: Kind
     general: tuple[str, ...] = ()
     """parameters that had to be followed by a backward pass per example"""
+    lost: tuple[tuple[str, float], ...] = ()
+    """parameters whose Kronecker factors were cut, with the share of a factor's trace that this left out"""
 
 
 def estimate(
@@ -87,6 +90,7 @@ def estimate(
     reporter: Reporter | None = None,
     space: Space | None = None,
     weighted: bool = False,
+    widest: int | None = None,
 ) -> Curvature:
     """The curvature of a model's weights at their present values.
 
@@ -110,7 +114,7 @@ def estimate(
         seed: of those draws.
         approximation: how Kronecker factors treat weights shared by positions: "expand" or "reduce"; by default
             expand for (B, T, K) and reduce for (B, K).
-        large: how a Kronecker factor longer than 4096 is kept: "low_rank" by its top `rank` eigenpairs, "diagonal".
+        large: how a Kronecker factor longer than `widest` is kept: "low_rank" by its top `rank` eigenpairs, "diagonal".
         rank: eigenpairs of "low_rank", and of large Kronecker factors.
         size: weights of a subnetwork.
         index: their places in θ, in order.
@@ -119,8 +123,9 @@ def estimate(
         space: the inferred weights, where `model` is the module of a shell that nobody else uses; it is then run as it
             is. By default those that require a gradient, and a shell is made.
         weighted: count the inputs in Kronecker factors by the squared gradients beside them.
+        widest: length up to which a Kronecker factor is kept whole; 4096 by default.
     """
-    data, likelihood = as_batches(data, "data"), as_likelihood(likelihood)
+    data, likelihood = batches_for(model, as_batches(data, "data")), as_likelihood(likelihood)
     _check(structure, kind, samples, batch_size, rank)
     if space is None:
         check_eval(model, "dropout and running averages would make curvature random")
@@ -140,7 +145,8 @@ def estimate(
         try:
             if closed:
                 return _curvature(sweep, last_layer.fit(sweep, structure, weighted), width)
-            return _curvature(sweep, _fit(sweep, structure, approximation, large, rank, size, index, weighted), width)
+            found = _fit(sweep, structure, approximation, large, rank, size, index, weighted, widest)
+            return _curvature(sweep, found, width)
         except UseChangedError as error:  # from the beginning: what was summed before may be wrong as well
             log.info("curvature begins again: %s", error)
             general = [*general, *error.functions]
@@ -183,6 +189,7 @@ def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], width: int) -> Curvat
         outputs=width,
         kind=cast(Kind, sweep.kind),
         general=tuple(sweep.capture.general),
+        lost=tuple((piece.names[0], piece.lost) for piece in pieces if piece.lost > 0),
     )
 
 
@@ -195,11 +202,12 @@ def _fit(
     size: int,
     index: Tensor | None,
     weighted: bool,
+    widest: int | None,
 ) -> list[CurvaturePiece]:
     if structure == "diag":
         return diagonal.fit(sweep)
     if structure == "kron":
-        return kron.fit(sweep, approximation, large, rank, weighted)
+        return kron.fit(sweep, approximation, large, rank, weighted, widest)
     if structure == "low_rank":
         return low_rank.fit(sweep, rank)
     if structure == "subnetwork":

@@ -15,13 +15,17 @@ in a block of their own where the others of a packed weight are not.
 
 Biases, gains, positions and class tokens get their exact block, dense up to `SMALL` numbers and diagonal above; so do
 parameters that are no single matrix (tied to an embedding, or used in a way without a rule). A factor longer
-than `LARGE` (a vocabulary) is kept by its top eigenpairs, or as a diagonal.
+than `LARGE` (a vocabulary), or as the user says, is kept by its top eigenpairs, or as a diagonal.
+
+Matrices that see the same input, such as the low-rank A of queries, keys and values, have one and the same factor A: it
+is summed up once, decomposed once, and held once.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +33,7 @@ from torch import Tensor
 from bayesformer.core.slices import as_slice
 from bayesformer.jacobians.site_groups import SiteGroup, site_groups
 from bayesformer.laplace.diagonal_curvature import squares
-from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, Factor, SketchFactor
+from bayesformer.laplace.factors import DenseFactor, DiagonalFactor, Factor, InputFactor, SketchFactor
 from bayesformer.laplace.passes import BatchPass, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock, DenseCurvature, DiagonalCurvature, KroneckerCurvature
 
@@ -45,23 +49,26 @@ def fit(
     large: Large = "low_rank",
     rank: int = 64,
     weighted: bool = False,
+    widest: int | None = None,
 ) -> list[CurvaturePiece]:
-    """A block per matrix and per vector.
+    """A block per matrix and per vector; factors longer than `widest` (`LARGE` by default) are cut.
 
     With `weighted` the inputs in A count by the squared length of the gradients at their place, Σ |g|² a aᵀ / Σ |g|²,
     instead of equally. Both are exact where inputs and gradients are independent; where a classifier is sure of some
     examples and not of others, the weighted factors are nearer to the matrix.
     """
     accumulators: dict[tuple[str, int], list[Accumulator]] = {}
+    cut = Cut(LARGE if widest is None else widest, large, rank)
 
     def add(step: BatchPass) -> None:
         reduce = not sweep.likelihood.per_token(step.values) if approximation is None else approximation == "reduce"
         own = _units(site_groups(step.sites))
         if not set(own) <= set(accumulators):
             trial = step.probe_gradients() if reduce else None
-            for key, unit in own.items():
-                if key not in accumulators:
-                    accumulators[key] = _accumulators(sweep, unit, trial, large, rank, weighted)
+            new = {key: unit for key, unit in own.items() if key not in accumulators}
+            accumulators.update({k: _accumulators(sweep, unit, trial, cut, weighted) for k, unit in new.items()})
+            _share_inputs([(unit, one) for key, unit in new.items() for one in accumulators[key]])
+        _part_inputs(accumulators, own)
         for key, unit in own.items():
             for accumulator in accumulators[key]:
                 accumulator.forward(unit, step)
@@ -85,7 +92,7 @@ def _units(found: list[SiteGroup]) -> dict[tuple[str, int], list[SiteGroup]]:
 
 
 def _accumulators(
-    sweep: Sweep, unit: list[SiteGroup], trial: list[Tensor] | None, large: Large, rank: int, weighted: bool
+    sweep: Sweep, unit: list[SiteGroup], trial: list[Tensor] | None, cut: Cut, weighted: bool
 ) -> list[Accumulator]:
     """What to sum up for a parameter; `trial` are gradients of any column, for reduce only."""
     like, first = sweep.zeros(0), unit[0]
@@ -94,7 +101,7 @@ def _accumulators(
             runs = [(slice(0, first.size // first.inputs().shape[-1]), False)]
         else:
             runs = _runs(first.gradient(first.pick(trial), "linear"))
-        return [MatrixAccumulator(first, rows, pooled, like, large, rank, weighted) for rows, pooled in runs]
+        return [MatrixAccumulator(first, rows, pooled, like, cut, weighted) for rows, pooled in runs]
     if len(unit) == 1 and first.kind == "embedding":
         return [TableAccumulator(first, like)]
     size = sweep.size(first.name)
@@ -111,10 +118,58 @@ def _runs(g: Tensor) -> list[tuple[slice, bool]]:
     return [(slice(a, b), not cancels[a]) for a, b in pairwise(ends)]
 
 
-def _factor(size: int, like: Tensor, large: Large, rank: int) -> Factor:
-    if size <= LARGE:
-        return DenseFactor(size, like)
-    return SketchFactor(size, like, rank) if large == "low_rank" else DiagonalFactor(size, like)
+def _share_inputs(new: list[tuple[list[SiteGroup], Accumulator]]) -> None:
+    """Give matrices that are seen for the first time, with the same input, one factor of it."""
+    leaders: list[tuple[Tensor, MatrixAccumulator]] = []
+    for unit, one in new:
+        if not isinstance(one, MatrixAccumulator) or one.weighted:
+            continue
+        a = unit[0].inputs()
+        leader = next((other for b, other in leaders if other.reduce == one.reduce and _same(a, b)), None)
+        if leader is None:
+            leaders.append((a, one))
+        else:
+            one.inner, one.leader = leader.inner, leader
+
+
+def _part_inputs(
+    accumulators: dict[tuple[str, int], list[Accumulator]], own: dict[tuple[str, int], list[SiteGroup]]
+) -> None:
+    """Give matrices whose inputs are not the same any more a factor each, with what was common before."""
+    inputs = {id(one): unit[0].inputs() for key, unit in own.items() for one in accumulators[key] if _is_matrix(one)}
+    for one in (one for every in accumulators.values() for one in every):
+        if not isinstance(one, MatrixAccumulator) or one.leader is None:
+            continue
+        a, b = inputs.get(id(one)), inputs.get(id(one.leader))
+        if (a is None) != (b is None) or (a is not None and b is not None and not _same(a, b)):
+            one.inner, one.leader = deepcopy(one.inner), None
+
+
+def _is_matrix(one: Accumulator) -> bool:
+    return isinstance(one, MatrixAccumulator)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two inputs are the same numbers; casts to another precision make copies."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)
+
+
+class Cut(NamedTuple):
+    """How a factor that is longer than `widest` is kept."""
+
+    widest: int
+    large: Large
+    rank: int
+
+    def factor(self, size: int, like: Tensor) -> Factor:
+        """The sum for a side of this length."""
+        if size <= self.widest:
+            return DenseFactor(size, like)
+        return (
+            SketchFactor(size, like, min(self.rank, size)) if self.large == "low_rank" else DiagonalFactor(size, like)
+        )
 
 
 class Accumulator:
@@ -138,20 +193,25 @@ class Accumulator:
         """The curvature of the weights at `places`, after the last minibatch."""
         raise NotImplementedError
 
+    @property
+    def lost(self) -> float:
+        """Share of the trace of a factor that the structure leaves out."""
+        return 0.0
+
 
 class MatrixAccumulator(Accumulator):
     """B ⊗ A of those outputs of a matrix that `rows` picks."""
 
     def __init__(
-        self, group: SiteGroup, rows: slice, reduce: bool, like: Tensor, large: Large, rank: int, weighted: bool = False
+        self, group: SiteGroup, rows: slice, reduce: bool, like: Tensor, cut: Cut, weighted: bool = False
     ) -> None:
         super().__init__(group.stretch)
         self.rows, self.reduce, self.weighted = rows, reduce, weighted
-        self.count = like.new_zeros(())  # Σ of the weights in A
+        self.leader: MatrixAccumulator | None = None  # another matrix with the same input, which adds to its factor
         self.turned = bool(group.sites[0].turned)  # type: ignore[attr-defined]
         self.inputs = group.inputs().shape[-1]
-        self.inner = _factor(self.inputs, like, large, rank)
-        self.outer = _factor(rows.stop - rows.start, like, large, rank)
+        self.inner = InputFactor(cut.factor(self.inputs, like), like)
+        self.outer = cut.factor(rows.stop - rows.start, like)
 
     def places(self) -> Tensor:
         """Its rows of W, or columns of Wᵀ."""
@@ -162,6 +222,8 @@ class MatrixAccumulator(Accumulator):
 
     def forward(self, unit: list[SiteGroup], step: BatchPass) -> None:
         """Add the inputs of a minibatch to A: all positions, or their mean for reduce; weighted ones wait for g."""
+        if self.leader is not None:
+            return
         a = unit[0].inputs()  # (B, R, in)
         kept = step.valid if step.valid is not None and step.valid.shape == a.shape[:2] else None
         if self.reduce:
@@ -175,8 +237,7 @@ class MatrixAccumulator(Accumulator):
         if self.weighted:
             self.waiting = own
             return
-        self.count += len(own)
-        self.inner.add(own)
+        self.inner.add(own, len(own))
 
     def backward(self, unit: list[SiteGroup], gradients: list[Tensor]) -> None:
         """Add the gradients of some columns to B: all positions, or their sum for reduce."""
@@ -185,14 +246,18 @@ class MatrixAccumulator(Accumulator):
         self.outer.add(g.flatten(0, 1))
         if self.weighted:
             weights = g.square().sum((0, 2))
-            self.count += weights.sum()
-            self.inner.add(weights.sqrt().unsqueeze(-1) * self.waiting)
+            self.inner.add(weights.sqrt().unsqueeze(-1) * self.waiting, weights.sum())
 
     def structure(self) -> KroneckerCurvature:
         """By eigenpairs; the first factor is that of the parameter's first axis."""
-        outer, inner = self.outer.pairs(1.0), self.inner.pairs(1 / (float(self.count) or 1.0))
+        outer, inner = self.outer.pairs(1.0), self.inner.pairs()
         first, second = (inner, outer) if self.turned else (outer, inner)
         return KroneckerCurvature(first[0], second[0], first[1], second[1])
+
+    @property
+    def lost(self) -> float:
+        """The larger of the shares that the two factors leave out."""
+        return max(self.outer.lost, self.inner.lost)
 
 
 class TableAccumulator(Accumulator):
@@ -271,13 +336,13 @@ def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]
     for name in sweep.names:
         keys = [key for key in accumulators if key[0] == name]
         own = [accumulator for key in keys for accumulator in accumulators.pop(key)]
-        found = [(accumulator.places(), accumulator.structure()) for accumulator in own]
+        found = [(accumulator.places(), accumulator.structure(), accumulator.lost) for accumulator in own]
         unused = torch.ones(sweep.size(name), dtype=torch.bool, device="cpu")
-        for places, _ in found:
+        for places, _, _ in found:
             unused[places] = False
         if unused.any():
             rest = unused.nonzero().flatten()
-            found.append((rest, DiagonalCurvature(sweep.zeros(len(rest)))))
-        for places, structure in sorted(found, key=lambda item: int(item[0][0])):
-            pieces.append(CurvaturePiece((name,), as_slice(places + sweep.starts[name]), structure))
+            found.append((rest, DiagonalCurvature(sweep.zeros(len(rest))), 0.0))
+        for places, structure, lost in sorted(found, key=lambda item: int(item[0][0])):
+            pieces.append(CurvaturePiece((name,), as_slice(places + sweep.starts[name]), structure, lost))
     return pieces

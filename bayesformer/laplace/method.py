@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from bayesformer.core.doubts import recorded, warn_of
+from bayesformer.core.memory import total_memory
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.seeds import generator
+from bayesformer.core.settings import LATER
 from bayesformer.data import Batches, as_batches
 from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
@@ -36,7 +38,20 @@ from bayesformer.train.rounding import rounding_facts
 
 STRUCTURES = ("kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
 NAMED = ("auto", "marglik", "validation")  # ways to choose the prior's precision
+MATRICES = 3  # of P by P numbers that a full curvature has in memory: itself, its eigenvectors, a factor
 SMALL = 2000  # weights up to which the last layer has one dense block
+
+
+def refuse_matrix(size: int, prototype: Prototype) -> None:
+    """An error where a matrix over all weights, and its factors, would not fit in half of the memory."""
+    there = total_memory(prototype.skeleton.device)
+    takes = MATRICES * size * size * prototype.space.dtype.itemsize
+    if takes > there / 2:
+        raise ValueError(
+            f"laplace.structure must not be 'full' for {size} weights, whose matrix and its factors take "
+            f"{takes / 2**30:.1f} GiB, more than half of {there / 2**30:.1f} GiB. Use 'kron', 'diag' or 'low_rank', or "
+            "a smaller subset."
+        )
 
 
 @dataclass(frozen=True)
@@ -79,10 +94,13 @@ class Laplace:
     """weights of a subnetwork: those of largest variance"""
     grid: int = 10
     """precisions from 1e-3 to 1e6 that validation tries"""
+    widest: int = field(default=4096, metadata=LATER)
+    """Kronecker factors longer than this are kept by their top `rank` eigenpairs, which is cheaper for wide inputs of
+    LoRA adapters; what share of a factor this leaves out is in the posterior's facts ("cut")"""
 
     AFTER_TRAINING: ClassVar = (
         "structure", "curvature", "subset", "per", "noise", "temperature", "predictive", "link", "draws", "samples",
-        "rank", "size", "grid",
+        "rank", "size", "grid", "widest",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -101,6 +119,7 @@ class Laplace:
             rank=whole(1),
             size=whole(1),
             grid=whole(2),
+            widest=whole(1),
         )
         links.check_link(self.link)
         if self.per != "one" and self.prior_precision not in {"auto", "marglik"}:
@@ -177,7 +196,9 @@ class Laplace:
             module = prototype.skeleton.shell(gradients=False).module.eval()
             last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
         else:
-            prototype.space.select(self.subset)
+            size = prototype.space.select(self.subset).size
+            if self.structure == "full":
+                refuse_matrix(size, prototype)
         if self.predictive == "one_pass":
             refuse_attention(prototype.prepared)
 
@@ -217,6 +238,8 @@ class Laplace:
             at = quadratic(found, mode.theta, likelihood, self.per, self.temperature, prototype.space)
         seconds = float(facts.get("seconds", 0.0)) + time.perf_counter() - started
         made = tuned.facts(at) | {"curvature": found.kind, "log_likelihood": found.log_likelihood, "seconds": seconds}
+        if found.lost:
+            made["cut"] = {"factors": len(found.lost), "largest_share_lost": max(share for _, share in found.lost)}
         result = posterior(tuned)
         assert isinstance(result.law, GaussianLaw)
         made |= rounding_facts(prototype.skeleton, result.law)
@@ -245,6 +268,7 @@ class Laplace:
                 samples=self.samples,
                 seed=seed,
                 rank=self.rank,
+                widest=self.widest,
                 size=self.size,
                 index=index,
                 reporter=prototype.problem.reporter,

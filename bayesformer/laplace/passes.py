@@ -32,6 +32,8 @@ class CurvaturePiece(NamedTuple):
     names: tuple[str, ...]
     place: slice | Tensor
     structure: CurvatureBlock
+    lost: float = 0.0
+    """share of the trace of a Kronecker factor that its eigenpairs leave out, the larger of the two"""
 
 
 @dataclass(frozen=True)

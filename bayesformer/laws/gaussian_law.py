@@ -22,6 +22,7 @@ from bayesformer.laws.location_scale import LocationScaleLaw, location_scale
 from bayesformer.laws.low_rank import LowRank
 from bayesformer.laws.samples import Samples
 
+SAME = ".same"  # end of the name of a part that is that of an earlier block, whose number the file has instead
 KINDS: dict[str, type[Any]] = {
     "diagonal": Diagonal,
     "dense": Dense,
@@ -105,13 +106,19 @@ class GaussianLaw:
     def tensors(self) -> Params:
         """The mean, every block's place and parts, and the buffers, to save."""
         found = {"mean": self.mean, **{f"buffer.{name}": value for name, value in self.buffers.items()}}
+        seen: dict[tuple[Any, ...], int] = {}
         for i, (place, block) in enumerate(zip(self.places, self.blocks, strict=True)):
             kind, parts = to_tensors(block)
             if isinstance(place, slice):
                 found[f"block.{i}.slice"] = torch.tensor([place.start, place.stop], device=self.mean.device)
             else:
                 found[f"block.{i}.index"] = place
-            found |= {f"block.{i}.{kind}.{name}": part for name, part in parts.items()}
+            for name, part in parts.items():
+                first = seen.setdefault((name, part.data_ptr(), part.shape, part.stride()), i)
+                held = first < i and part.numel() > 0  # blocks may share a part, which a file holds once
+                found[f"block.{i}.{kind}.{name}{SAME if held else ''}"] = (
+                    torch.tensor(first, device=self.mean.device) if held else part
+                )
         return found
 
 
@@ -151,8 +158,8 @@ def to_tensors(block: Block) -> tuple[str, Params]:
     return kind, {name: part for name, part in parts.items() if part is not None}
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw | LocationScaleLaw:
-    """The law that `tensors()` described; also in the form of files from before there were blocks."""
+def one_from_tensors(tensors: Mapping[str, Tensor]) -> Samples | GaussianLaw | LocationScaleLaw:
+    """The law, no mixture, that `tensors()` described; also in the form of files from before there were blocks."""
     buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
     if "theta" in tensors:
         return Samples(tensors["theta"], buffers)
@@ -177,7 +184,10 @@ def _of_blocks(tensors: Mapping[str, Tensor], buffers: Params) -> GaussianLaw:
         elif kind == "index":
             places[int(number)] = tensor
         else:
-            kinds[int(number)], parts[int(number)][part[0]] = kind, tensor
+            kinds[int(number)], parts[int(number)][".".join(part)] = kind, tensor
     order = sorted(places)
+    for own in (parts[i] for i in order):
+        for name in [name for name in own if name.endswith(SAME)]:
+            own[name.removesuffix(SAME)] = parts[int(own.pop(name))][name.removesuffix(SAME)]
     blocks = tuple(KINDS[kinds[i]](**parts[i]) for i in order)
     return GaussianLaw(tensors["mean"], tuple(places[i] for i in order), blocks, buffers)

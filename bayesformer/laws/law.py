@@ -29,7 +29,7 @@ class Law(Protocol):
 
     @property
     def buffers(self) -> Params:
-        """Buffers of every draw, each (L, ...), or (1, ...) where all draws share them."""
+        """Buffers of every draw, each (L, ...), or (1, ...) where all draws share them; draw l has row l mod L."""
         ...
 
     def row(self, draw: int, seed: int = 0) -> Tensor:
@@ -45,6 +45,12 @@ class Law(Protocol):
         ...
 
 
+def telling_rows(law: Law, seed: int = 0) -> Tensor:
+    """(L, P): as many draws as show which weights differ between draws at all, at least two where there are."""
+    components = len(getattr(law, "components", ()))
+    return law.rows(max(2, components) if law.available is None else law.available, seed)
+
+
 def buffers_of(law: Law, draw: int) -> Params:
     """The buffers that belong to one draw of a law, by name and without the axis of draws."""
-    return {name: value[draw if len(value) > 1 else 0] for name, value in law.buffers.items()}
+    return {name: value[draw % len(value)] for name, value in law.buffers.items()}

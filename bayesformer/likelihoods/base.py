@@ -40,6 +40,9 @@ class Likelihood:
     """axes at the end of the targets that belong to one position: 0 for labels, 1 for vectors"""
     ahead: ClassVar[int] = 0
     """how many positions after an output its target stands; 1 for next tokens"""
+    reduces: ClassVar[bool] = False
+    """whether predictions are reduced to a `TokenPredictive` unless all probabilities are asked for: where the outputs
+    of a position are a vocabulary"""
     links: ClassVar[tuple[Link, ...]] = ("mc",)
     """ways from a Gaussian over outputs to a predictive, see `bayesformer.likelihoods.links`"""
 

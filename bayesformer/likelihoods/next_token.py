@@ -29,12 +29,14 @@ class NextToken(Likelihood):
     The predictive keeps the positions of the logits: row t is about the token after position t, the last row about the
     token that comes next. `counted` is about labels. Scores of `bayesformer.evaluate` that take a mask accept both as
     they are: `evaluate.classification(predictive, labels, likelihood.counted(labels))`; for others `pairs` gives
-    predictions and labels side by side.
+    predictions and labels side by side. `Posterior.predict` reduces the predictive to a `TokenPredictive` unless it is
+    asked for all probabilities (`full=True`).
     """
 
     name: ClassVar[str] = "next_token"
     links: ClassVar[tuple[Link, ...]] = links.LINKS
     ahead: ClassVar[int] = 1
+    reduces: ClassVar[bool] = True
 
     ignore_index: int = -100
 

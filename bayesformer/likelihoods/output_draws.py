@@ -20,7 +20,7 @@ def promote(outputs: Tensor) -> Tensor:
 
 
 def as_draws(outputs: Outputs, draws: int | None = None, seed: int = 0) -> Tensor:
-    """(L, B, ..., K): the draws, or draws of a Gaussian over outputs, with noise of its own for every input."""
+    """(L, B, ..., K): the draws, or draws of a Gaussian over outputs, from the same normal numbers for every input."""
     if isinstance(outputs, Draws):
         return promote(outputs.values)
     if draws is not None and draws < 1:

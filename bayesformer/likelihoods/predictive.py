@@ -15,6 +15,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from bayesformer.likelihoods.notebook_table import NotebookTable
+
 P = TypeVar("P", bound="Predictive")
 T = TypeVar("T")
 
@@ -60,6 +62,15 @@ class Temperable(Protocol):
         ...
 
 
+class Ahead(Protocol):
+    """A predictive that may be about later positions than its own."""
+
+    @property
+    def ahead(self) -> int:
+        """How many positions later the target stands."""
+        ...
+
+
 def log_mean_exp(values: Tensor, dim: int = 0) -> Tensor:
     """log of the mean of exp(values), without leaving log space."""
     return values.logsumexp(dim) - math.log(values.shape[dim])
@@ -72,7 +83,7 @@ def entropy(log_probs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class CategoricalPredictive:
+class CategoricalPredictive(NotebookTable):
     """A mixture of L categorical distributions for every question.
 
     Total uncertainty is the entropy of the averaged probabilities, aleatoric the average entropy, epistemic
@@ -139,9 +150,17 @@ class CategoricalPredictive:
         """The M questions where `mask` is True, as (L, M, C)."""
         return CategoricalPredictive(self.log_probs[:, mask])
 
+    def notebook_columns(self) -> dict[str, Tensor]:
+        """The most probable class and its probability."""
+        return {"most probable": self.labels, "probability": self.probs.amax(-1)}
+
+    def first_positions(self, count: int) -> CategoricalPredictive:
+        """The first rows (L, B, count, C) of every example, to be compared with targets position by position."""
+        return CategoricalPredictive(self.log_probs[:, :, :count])
+
 
 @dataclass(frozen=True)
-class GaussianPredictive:
+class GaussianPredictive(NotebookTable):
     """A mixture of L Gaussians for every question, D values wide.
 
     `spreads` is the variance of the component's own mean, where a posterior over outputs is itself Gaussian:
@@ -220,9 +239,16 @@ class GaussianPredictive:
         spreads = None if self.spreads is None else self.spreads[:, mask]
         return GaussianPredictive(self.means[:, mask], self.variances[:, mask], spreads)
 
+    def notebook_columns(self) -> dict[str, Tensor]:
+        """Mean and standard deviation of the first values of a question."""
+        mean, sd = self.mean, self.variance.sqrt()
+        names = [""] if mean.shape[-1] == 1 else [f" {d}" for d in range(min(3, mean.shape[-1]))]
+        pairs = [{f"mean{name}": mean[..., d], f"sd{name}": sd[..., d]} for d, name in enumerate(names)]
+        return {name: value for pair in pairs for name, value in pair.items()}
+
 
 @dataclass(frozen=True)
-class PoissonPredictive:
+class PoissonPredictive(NotebookTable):
     """A mixture of L Poisson distributions for every question, one count each.
 
     By the law of total variance, with rate λ: total = E[λ] + Var[λ], aleatoric = E[λ], epistemic = Var[λ].
@@ -270,6 +296,10 @@ class PoissonPredictive:
         """The M questions where `mask` is True, as (L, M)."""
         return PoissonPredictive(self.log_rates[:, mask])
 
+    def notebook_columns(self) -> dict[str, Tensor]:
+        """Mean and standard deviation of the count."""
+        return {"mean": self.mean, "sd": self.variance.sqrt()}
+
 
 def aligned(predictive: P, targets: Tensor, mask: Tensor | None = None) -> tuple[P, Tensor, Tensor | None]:
     """Predictions, targets and mask such that prediction i is about target i.
@@ -277,15 +307,15 @@ def aligned(predictive: P, targets: Tensor, mask: Tensor | None = None) -> tuple
     They are that already, unless the predictive is about later positions: then the last predictions and the first
     targets, which have no partner, are left out, and (B, T) becomes (B, T - ahead).
     """
-    if not isinstance(predictive, CategoricalPredictive) or not predictive.ahead:
+    ahead: int = getattr(predictive, "ahead", 0)
+    if not ahead:
         return predictive, targets, mask
     check_targets_shape(targets, predictive.shape)
-    ahead, last = predictive.ahead, targets.shape[1] - predictive.ahead
-    rows = CategoricalPredictive(predictive.log_probs[:, :, :last])
-    return rows, targets[:, ahead:], None if mask is None else mask[:, ahead:]  # type: ignore[return-value]
+    rows = predictive.first_positions(targets.shape[1] - ahead)  # type: ignore[attr-defined]
+    return rows, targets[:, ahead:], None if mask is None else mask[:, ahead:]
 
 
-def check_not_ahead(predictive: CategoricalPredictive) -> None:
+def check_not_ahead(predictive: Ahead) -> None:
     """Refuse to compare predictions of next tokens with the tokens at the same positions."""
     if predictive.ahead:
         raise ValueError(

@@ -10,8 +10,9 @@ from bayesformer.core.doubts import Doubt, recorded
 from bayesformer.core.rules import above, at_least, check_ranges, one_of, or_auto, whole, within
 from bayesformer.core.settings import LATER
 from bayesformer.core.types import LogJoint, Transform
-from bayesformer.inference import sgld, swag
+from bayesformer.inference import optimise, schedules, sgld, swag
 from bayesformer.inference.affine import AffineMap
+from bayesformer.inference.optimise import Adam
 from bayesformer.laws import GaussianLaw
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
@@ -42,17 +43,19 @@ class Swag:
     of the curvature, the stationary covariance of descent with rate h is (h N / 2n) I whatever the curvature is (Mandt
     et al. 2017). `coordinates="whitened"` descends in θ = θ* + W φ with W Wᵀ the inverse curvature at the mode, at the
     rate h = 2n / (N + n) on the sum over examples, with batches of n drawn with replacement: then that covariance
-    is the inverse curvature itself.
+    is the inverse curvature itself. `trajectory="adamw"` is the form published for LoRA (Onal et al. 2024). Several
+    `members` are MultiSWAG (Wilson & Izmailov 2020): a mixture of SWAGs around modes of their own.
     """
 
     lr: float = 2e-4
-    """constant rate of the descent that is watched; in whitened coordinates it follows from N and the batch size"""
+    """constant rate of the descent that is watched; in whitened coordinates it follows from N and the batch size, with
+    trajectory="adamw" `swa_lr` is used instead"""
     rank: int = 20
     """deviations kept for the low-rank part; 0 is the diagonal form"""
     scale: float = 0.5
     """factor of the covariance; 0 is SWA, the mean alone"""
     every: int = 4
-    """steps between snapshots"""
+    """steps between snapshots; with trajectory="adamw" they are taken after every epoch"""
     prior: PriorSetting = "normal(0, 1)"
     """law of every weight, or a table of laws by name pattern"""
     warm_up: float = 0.5
@@ -67,6 +70,15 @@ class Swag:
     """weights as they are, or in units of the posterior's standard deviations (at most 2000 weights)"""
     epochs: int | Auto = field(default="auto", metadata=LATER)
     """that are watched in whitened coordinates; auto: 100, and at least 600 steps"""
+    trajectory: Literal["sgd", "adamw"] = field(default="sgd", metadata=LATER)
+    """what is watched: plain descent, or AdamW as published for LoRA, from the best weights on validation data on, with
+    the training's weight decay, its rate annealed to `swa_lr`, and a snapshot after every epoch"""
+    swa_lr: float | Auto = field(default="auto", metadata=LATER)
+    """rate that AdamW is annealed to; auto: a tenth of the training's"""
+    anneal: int = field(default=5, metadata=LATER)
+    """epochs in which AdamW's rate falls linearly from the training's to `swa_lr`"""
+    members: int = field(default=1, metadata=LATER)
+    """SWAGs in the mixture, each with a start, a data order and a mode of its own"""
 
     AFTER_TRAINING: ClassVar = ("draws", "predictive")
 
@@ -82,8 +94,25 @@ class Swag:
             predictive=one_of(WAYS),
             coordinates=one_of(("plain", "whitened")),
             epochs=or_auto(whole(1)),
+            trajectory=one_of(("sgd", "adamw")),
+            swa_lr=or_auto(above(0)),
+            anneal=whole(1),
+            members=whole(1),
         )
         prior_of(self.prior)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse settings that each make sense, but not with each other."""
+        if self.members > 1 and self.predictive != "sampled":
+            raise ValueError(
+                f"swag.predictive must be 'sampled' with several members, for a mixture is no Gaussian; got "
+                f"{self.predictive!r}."
+            )
+        if self.coordinates == "whitened" and (self.members > 1 or self.trajectory != "sgd"):
+            raise ValueError(
+                "swag.coordinates must be 'plain' with several members or trajectory='adamw'; got 'whitened'."
+            )
 
     def fit(self, problem: Problem) -> Posterior:
         """Run gradient descent and fit a Gaussian to the weights it passes through."""
@@ -92,7 +121,8 @@ class Swag:
         if self.coordinates == "whitened":
             return self._whitened(prototype)
         self._check(prototype)
-        found = fit_gaussian(self, prototype, self.build, law, prior=self.prior)
+        build = partial(self.build, per_epoch=_per_epoch(prototype))
+        found = fit_gaussian(self, prototype, build, law, prior=self.prior, members=self.members)
         return replace(found, facts={**found.facts, **recorded([OPTIMISER])})
 
     def _whitened(self, prototype: Prototype) -> Posterior:
@@ -125,17 +155,28 @@ class Swag:
         """Refuse a training with fewer than two snapshots, which would have no spread, before anything is trained."""
         training = shortened(prototype.problem.training, 1 - mode_share(self, prototype))
         steps = Stage(prototype, "swag", training).steps
-        snapshots = (steps - self._start(training, steps)) // self.every
+        every, start = self.every, self._start(training, steps)
+        if self.trajectory == "adamw":
+            every, start = _per_epoch(prototype), 0
+        snapshots = (steps - start) // every
         if self.scale and snapshots < FEWEST_SNAPSHOTS:
             raise ValueError(
                 f"swag must take at least {FEWEST_SNAPSHOTS} snapshots to have a spread; {steps} steps after the "
-                f"warm-up with every={self.every} give {snapshots}. Train for more epochs, or lower every or warm_up."
+                f"warm-up with every={every} give {snapshots}. Train for more epochs, or lower every or warm_up."
             )
 
     def build(
-        self, log_joint: LogJoint, training: Training, steps: int, num_data: int, frame: AffineMap | None = None
+        self,
+        log_joint: LogJoint,
+        training: Training,
+        steps: int,
+        num_data: int,
+        frame: AffineMap | None = None,
+        per_epoch: int = 1,
     ) -> Transform:
-        """Gradient descent, which is Langevin dynamics at temperature 0, watched after its first epoch."""
+        """Gradient descent, which is Langevin dynamics at temperature 0, watched after its first epoch; or AdamW."""
+        if self.trajectory == "adamw":
+            return swag.build(self._adamw(log_joint, training, per_epoch), 0, per_epoch, self.rank)
         start = self._start(training, steps)
         if frame is None:
             return swag.build(sgld.build(log_joint, self.lr, 0.0), start, self.every, self.rank)
@@ -145,7 +186,18 @@ class Swag:
         watched = swag.build(sgld.build(frame.in_phi(log_joint), rate, 0.0), start, self.every, self.rank)
         return started(watched, frame)
 
+    def _adamw(self, log_joint: LogJoint, training: Training, per_epoch: int) -> Transform:
+        """AdamW with a rate that falls linearly from the training's to that of the average."""
+        end = training.lr / 10 if self.swa_lr == "auto" else self.swa_lr
+        rate = schedules.annealed(training.lr, end, self.anneal * per_epoch)
+        return optimise.build(log_joint, Adam(rate, weight_decay=training.weight_decay), training.clip)
+
     @staticmethod
     def _start(training: Training, steps: int) -> int:
         """Steps before the first snapshot can be taken: one epoch, if there are several."""
         return 0 if training.epochs == 1 else steps // training.epochs
+
+
+def _per_epoch(prototype: Prototype) -> int:
+    """Steps in one epoch of the problem's training."""
+    return Stage(prototype, "swag", replace(prototype.problem.training, epochs=1, max_steps=None)).steps

@@ -80,15 +80,8 @@ class Blob:
         """Train means, standard deviations and all point weights together."""
         refuse_earlier(problem, "blob")
         prototype = Prototype(problem, self.preparation)
-        means, roots = (prototype.space.select(pattern) for pattern in (A_WEIGHTS, ROOTS))
-        build = partial(
-            self.build,
-            means=_index(prototype.space, means, prototype.skeleton.device),
-            roots=_index(prototype.space, roots, prototype.skeleton.device),
-        )
-        identity = {"settings": repr(replace(self, draws=1))}
-        fitted = fit_stage(Stage(prototype, "blob", problem.training, build=build, identity=identity), 1)
-        law = _law(prototype, fitted, means)
+        fitted = fit_stage(self.stage(prototype), 1)
+        law = _law(prototype, fitted, prototype.space.select(A_WEIGHTS))
         facts = facts_of("blob", self, prototype, fitted)
         return Posterior(
             model=prototype.model,
@@ -100,6 +93,16 @@ class Blob:
             default_draws=self.draws,
             facts=facts,
         )
+
+    def stage(self, prototype: Prototype) -> Stage:
+        """The training of a prototype that has a random A in every adapter."""
+        means, roots = (
+            _index(prototype.space, prototype.space.select(pattern), prototype.skeleton.device)
+            for pattern in (A_WEIGHTS, ROOTS)
+        )
+        build = partial(self.build, means=means, roots=roots)
+        identity = {"settings": repr(replace(self, draws=1))}
+        return Stage(prototype, "blob", prototype.problem.training, build=build, identity=identity)
 
     def build(
         self, log_joint: LogJoint, training: Training, steps: int, num_data: int, means: Tensor, roots: Tensor
@@ -290,7 +293,7 @@ def _rotated(prototype: Prototype, theta: Tensor) -> tuple[Tensor, Tensor]:
 def _own_answers(plain: Posterior, inputs: Any) -> tuple[list[Tensor], float]:
     """The network's own answers on the anchors, and the mean of their negative log-likelihood without noise."""
     answers, losses = [], []
-    for part in plain.predict_batches(inputs, draws=1):
+    for part in plain.predict_batches(inputs, draws=1, full=True):
         own = part.labels if isinstance(part, CategoricalPredictive) else part.mean  # type: ignore[attr-defined]
         answers.append(own)
         losses.append(-_log_prob(part, own))
@@ -298,7 +301,7 @@ def _own_answers(plain: Posterior, inputs: Any) -> tuple[list[Tensor], float]:
 
 
 def _loss(posterior: Posterior, inputs: Any, answers: list[Tensor], samples: int) -> float:
-    parts = posterior.predict_batches(inputs, draws=samples)
+    parts = posterior.predict_batches(inputs, draws=samples, full=True)
     losses = [-_log_prob(part, own).flatten().double() for part, own in zip(parts, answers, strict=True)]
     return float(torch.cat(losses).mean())
 

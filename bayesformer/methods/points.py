@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bayesformer.core.doubts import recorded
+from bayesformer.core.rules import at_least, check_ranges, whole
+from bayesformer.core.settings import LATER
 from bayesformer.laws import Samples
 from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
+from bayesformer.train.adapter_penalty import AdapterPenalty, adapter_factors
 from bayesformer.train.coordinates import polished
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
-from bayesformer.train.mode_doubts import of_mode
+from bayesformer.train.mode_doubts import of_mode, of_training
+from bayesformer.train.objective import Term
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import Modes, posterior_of, subset_stage, vector_prior
@@ -54,14 +58,25 @@ class Ensemble:
 
     members: int = 10
     """networks to train"""
+    adapter_penalty: float = field(default=0.0, metadata=LATER)
+    """λ of a penalty λ Σ ‖BA‖² on what LoRA adapters add to the weights, beside the mean loss per example; it keeps
+    members apart for longer (Balabanov & Linander 2024, who take 1)"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.members, bool) or not isinstance(self.members, int) or self.members < 1:
-            raise ValueError(f"ensemble.members must be a whole number, at least 1; got {self.members!r}.")
+        check_ranges(self, members=whole(1), adapter_penalty=at_least(0))
 
     def fit(self, problem: Problem) -> Posterior:
         """Train all members, each with its own start and order of the data."""
-        return fit_points("ensemble", self, Prototype(problem), self.members)
+        prototype = Prototype(problem)
+        terms: tuple[Term, ...] = ()
+        if self.adapter_penalty:
+            if not any(True for _ in adapter_factors(prototype.prepared)):
+                raise ValueError(
+                    "ensemble.adapter_penalty must be 0 for a model without LoRA adapters that are trained, on which "
+                    f"it is put; got {self.adapter_penalty}."
+                )
+            terms = (AdapterPenalty(self.adapter_penalty),)
+        return fit_points("ensemble", self, prototype, self.members, terms=terms)
 
 
 @dataclass(frozen=True)
@@ -91,22 +106,32 @@ class MCDropout:
 
 
 def fit_points(
-    name: str, method: object, prototype: Prototype, members: int, prior: PriorSetting | None = None, **how: Any
+    name: str,
+    method: object,
+    prototype: Prototype,
+    members: int,
+    prior: PriorSetting | None = None,
+    terms: tuple[Term, ...] = (),
+    **how: Any,
 ) -> Posterior:
     """Train `members` networks and hold them, with their buffers, as a posterior."""
-    fitted = fit_members(name, prototype, members, prior)
-    law = Samples(fitted.theta, fitted.buffers)
-    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), **how)
+    fitted = fit_members(name, prototype, members, prior, terms)
+    facts = facts_of(name, method, prototype, fitted)
+    facts |= recorded(of_training(facts["converged"]))
+    return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, **how)
 
 
-def fit_members(name: str, prototype: Prototype, members: int, prior: PriorSetting | None = None) -> Fitted:
-    """Train `members` networks as the problem's training says."""
+def fit_members(
+    name: str, prototype: Prototype, members: int, prior: PriorSetting | None = None, terms: tuple[Term, ...] = ()
+) -> Fitted:
+    """Train `members` networks as the problem's training says, with further terms in the objective."""
     stage = Stage(
         prototype,
         name,
         prototype.problem.training,
         prior=vector_prior(prototype, prior),
         validation=prototype.validation,
-        identity={"prior": repr(prior)},
+        terms=terms,
+        identity={"prior": repr(prior), **({"terms": repr(terms)} if terms else {})},
     )
     return fit_stage(stage, members)

@@ -83,12 +83,18 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
             f"posterior {folder} is one over LoRA adapters; to load it on a plain base model install PEFT: "
             "pip install 'bayesformer[hf]'."
         ) from error
+    if getattr(model, "peft_config", None) is not None:  # PEFT puts its layers into the very model that it is given
+        raise ValueError(
+            "model must be the plain base or the PEFT model around it; this is a base whose layers PEFT has replaced "
+            "already. Give the PEFT model itself, or load the base anew."
+        )
     names = [name for name, p in model.named_parameters() if p.is_floating_point()]
     private: Any = shadow(model, names[:1])
     try:
         return PeftModel.from_pretrained(private, str(folder), adapter_name=_active(folder), is_trainable=True)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise DamagedFileError(f"posterior {folder} belongs to another base model: {error}") from error
+        first = " ".join(line.strip() for line in str(error).splitlines()[:2])  # one mismatch of all that PEFT lists
+        raise DamagedFileError(f"posterior {folder} belongs to another base model: {first}") from error
 
 
 def _active(folder: Path) -> str:

@@ -20,6 +20,7 @@ from bayesformer.evaluate.conformal import (
     rank_of_quantile,
     residual_scores,
 )
+from bayesformer.likelihoods.language import batches_for
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class SelectiveAnswers:
 
     def answers(self, inputs: Any, **options: Any) -> Answers:
         """Labels, whether to give them, and the uncertainty that decided; options as for `Posterior.predict`."""
-        predictive = self.posterior.predict(inputs, **options)
-        assert isinstance(predictive, CategoricalPredictive)
+        predictive: Any = self.posterior.predict(inputs, **options)
         values = getattr(predictive, self.uncertainty)
         return Answers(predictive.labels, values < self.threshold, values)
 
@@ -83,7 +83,7 @@ class Conformal:
         """
         if self.wrong is None:
             raise ValueError("sets are of classes; this posterior predicts values: use intervals.")
-        predictive = self.posterior.predict(inputs, **options)
+        predictive = self.posterior.predict(inputs, **{**options, "full": True})
         assert isinstance(predictive, CategoricalPredictive)
         probs = predictive.probs.flatten(0, -2)
         found = class_scores(probs, uniforms(self.seed, "sets", len(probs), probs.device), self.penalty, self.free)
@@ -123,8 +123,8 @@ def uniforms(seed: int, purpose: str, count: int, device: torch.device) -> Tenso
 def paired_predictions(posterior: Posterior, data: Any, name: str) -> list[tuple[Predictive, Tensor]]:
     """Predictions for labelled data in any form, and their targets, where they count; a pair per pass."""
     found = []
-    for batch in as_batches(data, name).in_order(PASS, posterior.device):
-        predictive = posterior.predict(batch.inputs)
+    for batch in batches_for(posterior.model, as_batches(data, name)).in_order(PASS, posterior.device):
+        predictive = posterior.predict(batch.inputs, full=True)
         found.append(posterior.likelihood.pairs(predictive, batch.targets, batch.mask))
     return found
 

@@ -56,7 +56,8 @@ class SharedBase:
 def find_shared_base(shell: Shell, rows: Tensor) -> SharedBase | None:
     """Where draws (M, P) differ, if that is in plain linear layers alone and in a small part of the model.
 
-    Rows are all draws there are, or two of a Gaussian, whose weights differ in every draw or in none.
+    Rows are those of `telling_rows`: all draws there are; two of a Gaussian, whose weights differ in every draw or in
+    none; or one of each part of a mixture.
     """
     whole, parts = sum(p.numel() for p in shell.module.parameters()), shell.space.views(rows)
     differing: tuple[str, ...] = ()

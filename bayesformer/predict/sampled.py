@@ -21,7 +21,7 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.strategy import CHUNK, Strategy, check_strategy, choose, largest_tensor
 from bayesformer.core.types import Inputs, Params
 from bayesformer.data.inputs import first_tensor, map_inputs, tensors_of
-from bayesformer.laws import Law, buffers_of
+from bayesformer.laws import Law, buffers_of, telling_rows
 from bayesformer.model.calling import apply, select_output, split_inputs
 from bayesformer.model.modes import set_training
 from bayesformer.model.randomness import Randomness, find_randomness, plain_attention
@@ -145,9 +145,7 @@ class Sampler:
         key = "shared base"
 
         def find() -> SharedBase | None:
-            law = self.how.law
-            rows = law.rows(2, self.how.seed) if law.available is None else law.rows(law.available, self.how.seed)
-            base = find_shared_base(self.shell, rows)
+            base = find_shared_base(self.shell, telling_rows(self.how.law, self.how.seed))
             return base if base is not None and self._agrees(base, trial_inputs) else None
 
         return self._found(key, find) if self.random.kind == "none" else None

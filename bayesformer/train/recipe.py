@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Params
-from bayesformer.laws import GaussianLaw, Law, Samples
+from bayesformer.laws import GaussianLaw, Law, MixtureLaw, Samples
 from bayesformer.laws.samples import shared
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
@@ -178,10 +178,11 @@ class SubsetStage:
     starts: Sequence[Start]
     skeletons: Sequence[Skeleton] | None
 
-    def law(self, inner: GaussianLaw, fitted: Fitted) -> GaussianLaw:
+    def law(self, inner: GaussianLaw, fitted: Fitted, chain: int = 0) -> GaussianLaw:
         """A law over the subset as one over all learned weights, with the buffers of the end of the stage."""
-        whole = inner if self.skeletons is None else inner.at(self.modes.theta[0], self.place)
-        return replace(whole, buffers={name: value[:1] for name, value in fitted.buffers.items()})
+        whole = inner if self.skeletons is None else inner.at(self.modes.theta[chain], self.place)
+        own = {name: chain if len(value) > 1 else 0 for name, value in fitted.buffers.items()}
+        return replace(whole, buffers={name: value[own[name]][None] for name, value in fitted.buffers.items()})
 
     def samples(self, fitted: Fitted) -> Samples:
         """States of chains (C, S, Q) as draws of all learned weights (C · S, P), each with its buffers."""
@@ -224,11 +225,15 @@ def fit_gaussian(
     training: Training | None = None,
     replacement: bool = False,
     held: tuple[str, ...] | None = None,
+    members: int = 1,
 ) -> Posterior:
-    """A mode first where asked for, then an algorithm whose last state gives a Gaussian over the subset."""
+    """A mode first where asked for, then an algorithm whose last state gives a Gaussian over the subset.
+
+    With several members each has a mode and a Gaussian of its own, and the law is their mixture.
+    """
     name, problem = type(method).__name__.lower(), prototype.problem
     share = mode_share(method, prototype)
-    modes = find_modes(prototype, name, prior, share)
+    modes = find_modes(prototype, name, prior, share, members)
     part = subset_stage(prototype, modes, method.subset)
     stage = Stage(
         prototype,
@@ -240,12 +245,14 @@ def fit_gaussian(
         skeletons=part.skeletons,
         replacement=replacement,
         held=held,
+        alone=None if members == 1 else "the state of each member becomes a Gaussian of its own",
         identity={"prior": repr(prior), "settings": repr(method)},
     )
-    fitted = fit_stage(stage, 1)
+    fitted = fit_stage(stage, members)
     stages = [fitted] if modes.stage is None else [modes.stage, fitted]
-    found = part.law(law(fitted.states[0]), fitted)
-    facts = facts_of(name, method, prototype, *stages) | rounding_facts(prototype.skeleton, found)
+    laws = tuple(part.law(law(state), fitted, member) for member, state in enumerate(fitted.states))
+    found = laws[0] if members == 1 else MixtureLaw.of(laws)
+    facts = facts_of(name, method, prototype, *stages) | rounding_facts(prototype.skeleton, laws[0])
     return posterior_of(prototype, found, facts, default_draws=method.draws, predictive=method.predictive)
 
 
