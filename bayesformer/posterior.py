@@ -53,6 +53,7 @@ from bayesformer.predict.assemble import (
     tensors_of,
 )
 from bayesformer.predict.conformal_sets import Conformal, conformal
+from bayesformer.predict.feature_gate import GatedPosterior, gated
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.posterior_card import posterior_card
 from bayesformer.predict.sampled import DrawPlan, Sampler
@@ -531,6 +532,18 @@ class Posterior:
             seed: of one random number per question, which makes the level of sets exact.
         """
         return conformal(self, calibration_data, level, seed)
+
+    def gated(self, train: Any, validation: Any) -> GatedPosterior:
+        """A predictive that falls back to equal probabilities where an input's features are unlike the training data's.
+
+        For classifiers of whole examples. Other than a posterior over weights it looks at the inputs, and any posterior
+        may have it, an ensemble too.
+
+        Args:
+            train: the training data, to whose features a Gaussian per class is fitted.
+            validation: labelled examples that training has not seen; they lose .001 nats at most.
+        """
+        return gated(self, train, validation)
 
     def generate(
         self,

@@ -16,6 +16,7 @@ from bayesformer.study import (
     cold,
     fidelity_cost,
     prediction_cost,
+    summary_table,
     text_page,
     trained_accuracy,
 )
@@ -37,6 +38,7 @@ def cold_table():
 
 
 def tables():
+    yield summary_table.summary_text(RESULTS)
     yield comparison(stored("weight_space"))
     yield choice_table(stored("weight_space"), "temperature")
     yield comparison(stored("attention_series"))
