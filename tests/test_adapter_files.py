@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import bayesformer as bf
+from bayesformer.predict import saving
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -99,3 +100,65 @@ def test_a_base_that_peft_has_changed_is_no_plain_base(tmp_path):
     adapted(plain)
     with pytest.raises(ValueError, match="this is a base whose layers PEFT has replaced already"):
         bf.Posterior.load(tmp_path, plain)
+
+
+def with_head(seed):
+    """The base with a head of its own, as one has it who loads an encoder and adds a new head."""
+    model = base()
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model.classifier.weight)
+    return model
+
+
+def test_the_untrained_head_that_no_pass_uses_may_be_any(tmp_path):
+    posterior = fitted(bf.Ensemble(2), adapted(with_head(1)))
+    posterior.save(tmp_path)
+    expected = posterior.predict(batch()).probs
+    for other in (adapted(with_head(2)), with_head(3)):
+        assert torch.equal(bf.Posterior.load(tmp_path, other).predict(batch()).probs, expected)
+    idle = adapted(with_head(4))
+    idle.add_adapter("idle", LoraConfig(r=3, target_modules=["query"], task_type="SEQ_CLS"))
+    assert torch.equal(bf.Posterior.load(tmp_path, idle).predict(batch()).probs, expected)
+    changed = with_head(2)
+    changed.bert.pooler.dense.bias.data += 1.0
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path, adapted(changed))
+
+
+def test_a_head_that_passes_use_must_be_the_same(tmp_path):
+    training = bf.Training(epochs=1, batch_size=12)
+    only_lora = bf.fit(adapted(with_head(1)), data(), likelihood="categorical", training=training, infer="*lora_*")
+    only_lora.save(tmp_path / "lora")  # the head's copy is frozen and not in the file
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path / "lora", adapted(with_head(2)))
+
+    def tied(seed):  # the original embedding is the output layer, too
+        torch.manual_seed(seed)
+        inner = GPT2LMHeadModel(
+            GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+        )
+        torch.manual_seed(0)
+        for name, p in inner.named_parameters():
+            if "wte" not in name:
+                torch.nn.init.normal_(p)
+        return get_peft_model(
+            inner, LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["wte"], fan_in_fan_out=True)
+        )
+
+    ids = data()["input_ids"]
+    trained = bf.fit(tied(1), {"input_ids": ids, "labels": ids}, likelihood=bf.NextToken(), training=training)
+    trained.save(tmp_path / "tied")
+    assert bf.Posterior.load(tmp_path / "tied", tied(1))
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path / "tied", tied(2))
+
+
+def test_files_whose_fingerprint_counts_idle_weights_still_load(tmp_path, monkeypatch):
+    posterior = fitted(bf.Ensemble(2), adapted(with_head(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "used_weights", lambda model: dict(model.named_parameters()))
+        posterior.save(tmp_path)
+    again = bf.Posterior.load(tmp_path, adapted(with_head(1)))
+    assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path, adapted(with_head(2)))

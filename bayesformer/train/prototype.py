@@ -20,13 +20,14 @@ from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
+from bayesformer.model.adapters import adapters_of
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
-from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_adapters
+from bayesformer.model.starting import draw_anew, redraw_untrained_adapters
 from bayesformer.train.problem import Models, Problem
 
 PRODUCT_EXAMPLES = 256  # per pass of a product with the curvature, at most
