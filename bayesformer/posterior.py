@@ -34,13 +34,7 @@ from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
-from bayesformer.predict.adapter_files import (
-    check_exportable,
-    export_adapters,
-    has_adapter,
-    with_adapter,
-    write_adapter,
-)
+from bayesformer.predict.adapter_files import check_exportable, export_adapters, with_adapter, write_mean
 from bayesformer.predict.assemble import (
     PASS_NUMBERS,
     ROUND,
@@ -748,11 +742,10 @@ class Posterior:
     def save(self, folder: str | Path) -> Path:
         """Write `posterior.safetensors` and `posterior.json` to a folder.
 
-        Of a PEFT model also PEFT's own two files with the mean of the adapter, for `PeftModel.from_pretrained`.
+        Of a PEFT model with one active adapter also PEFT's two files with its mean, for `PeftModel.from_pretrained`.
         """
         self._check_base()
-        if has_adapter(self.model) and not self.preparation.changes:
-            write_adapter(self, self.law.mean, Path(folder))
+        write_mean(self, Path(folder))
         found = self._calibrated
         if found is None and self.predictive == "streamlined" and self.examples is not None:
             found = self._calibrate(self.examples)

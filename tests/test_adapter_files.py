@@ -162,3 +162,27 @@ def test_files_whose_fingerprint_counts_idle_weights_still_load(tmp_path, monkey
     assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
     with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
         bf.Posterior.load(tmp_path, adapted(with_head(2)))
+
+
+def test_of_two_active_adapters_no_file_holds_one_alone(tmp_path, caplog):
+    def two():
+        model = adapted()
+        torch.manual_seed(5)
+        model.add_adapter("b", LoraConfig(r=2, target_modules=["query"], init_lora_weights=False, task_type="SEQ_CLS"))
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.set_adapter(["default", "b"] if "b" in module.lora_A else ["default"])
+        return model
+
+    fitted(bf.Ensemble(2)).save(tmp_path)  # leaves PEFT's files of one adapter
+    posterior = fitted(bf.Ensemble(2), two())
+    assert any(".lora_A.b." in name for name in posterior.space.names)
+    with pytest.raises(ValueError, match=r"one active adapter.* got .*'default', 'b'"):
+        posterior.export_adapters(tmp_path / "draws")
+    posterior.save(tmp_path)
+    assert "without them" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["posterior.json", "posterior.safetensors"]
+    again = bf.Posterior.load(tmp_path, two())
+    assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
+    with pytest.raises(bf.DamagedFileError, match="whose adapters are"):
+        bf.Posterior.load(tmp_path, base())

@@ -23,6 +23,25 @@ def adapters_of(model: nn.Module) -> list[list[Any]]:
     return [[list(active), merged, disabled] for active, merged, disabled in sorted(found)]
 
 
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is PEFT's model around a base."""
+    return isinstance(getattr(model, "peft_config", None), dict) and callable(getattr(model, "get_base_model", None))
+
+
+def active_adapters(model: nn.Module) -> list[str]:
+    """The adapters of PEFT whose weights passes use, as its layers say; where it has no layers, as the model says."""
+    states = adapters_of(model)
+    if states:
+        return sorted({name for active, _, disabled in states if not disabled for name in active})
+    active = getattr(model, "active_adapter", None) if is_adapted(model) else None
+    return [active] if isinstance(active, str) else []
+
+
+def learns_prompt(model: nn.Module) -> bool:
+    """Whether the active adapter of PEFT puts virtual tokens before the input: prefix, prompt and P-tuning."""
+    return is_adapted(model) and any(model.peft_config[name].is_prompt_learning for name in active_adapters(model))  # type: ignore[index,union-attr]
+
+
 def used_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that passes use, each under its first name: all but what PEFT keeps aside.
 
