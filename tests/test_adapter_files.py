@@ -1,6 +1,7 @@
 """Posteriors over adapters beside PEFT's files: PEFT loads the mean, servers the draws, we the whole."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -186,3 +187,66 @@ def test_of_two_active_adapters_no_file_holds_one_alone(tmp_path, caplog):
     assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
     with pytest.raises(bf.DamagedFileError, match="whose adapters are"):
         bf.Posterior.load(tmp_path, base())
+
+
+def saved_with(tmp_path, **settings):
+    fitted(bf.Ensemble(2), scaled(**{"lora_alpha": 64, **settings})).save(tmp_path)
+
+
+def scaled(model=None, **settings):
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS", **settings)
+    return get_peft_model(base() if model is None else model, config)
+
+
+def configured(**settings):
+    """The base with other settings and the same weights."""
+    model = BertForSequenceClassification(BertConfig(vocab_size=40, num_labels=2, **{**SIZES, **settings})).eval()
+    model.load_state_dict(base().state_dict())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda: scaled(lora_alpha=8), "adapters.default.lora_alpha is 64 in the file and 8 in the model"),
+        (lambda: scaled(lora_alpha=64, use_rslora=True), "adapters.default.use_rslora is False in the file and True"),
+        (lambda: scaled(configured(layer_norm_eps=0.5), lora_alpha=64), "layer_norm_eps is 1e-12 in the file"),
+        (lambda: scaled(configured(num_attention_heads=8), lora_alpha=64), "num_attention_heads is 4 in the"),
+        (lambda: configured(hidden_act="relu"), "hidden_act is 'gelu' in the file and 'relu' in the model"),
+    ],
+    ids=["alpha", "rslora", "epsilon", "heads", "plain base"],
+)
+def test_equal_weights_under_other_settings_are_another_model(other, named, tmp_path):
+    saved_with(tmp_path)
+    with pytest.raises(bf.DamagedFileError, match=re.escape(named)):
+        bf.Posterior.load(tmp_path, other())
+
+
+def test_settings_that_leave_the_function_alone_may_be_any(tmp_path):
+    saved_with(tmp_path)
+    other = configured(use_cache=False, initializer_range=0.5, hidden_dropout_prob=0.3, id2label={0: "a", 1: "b"})
+    other.config.problem_type, other.config.eos_token_id = "single_label_classification", 7
+    other.config._attn_implementation = "eager"
+    found = bf.Posterior.load(tmp_path, scaled(other, lora_alpha=64, lora_dropout=0.2))
+    assert found.predict(batch()).probs.shape == (5, 2)
+    facts = json.loads((tmp_path / "posterior.json").read_text())
+    assert facts["configuration"]["adapters"]["default"]["r"] == 2
+
+
+def test_rates_of_dropout_count_where_draws_are_of_dropout(tmp_path):
+    fitted(bf.MCDropout(draws=2), base()).save(tmp_path)
+    assert bf.Posterior.load(tmp_path, base())
+    with pytest.raises(bf.DamagedFileError, match=r"hidden_dropout_prob is 0\.1 in the file and 0\.3"):
+        bf.Posterior.load(tmp_path, configured(hidden_dropout_prob=0.3))
+
+
+def test_files_without_a_configuration_load_as_they_did(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "configuration_of", lambda model, dropout: {})
+        saved_with(tmp_path)
+    assert bf.Posterior.load(tmp_path, scaled(lora_alpha=8))
+    x, y = torch.randn(8, 2), torch.randint(2, (8,))
+    plain = bf.fit(torch.nn.Linear(2, 2), (x, y), likelihood="categorical", training=bf.Training(1))
+    assert bf.Posterior.load(plain.save(tmp_path / "plain"), torch.nn.Linear(2, 2))
+    assert json.loads((tmp_path / "plain" / "posterior.json").read_text())["configuration"] == {}

@@ -21,6 +21,7 @@ from bayesformer.model.adapters import adapters_of, used_weights
 from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
+from bayesformer.predict.configuration import configuration_of, first_difference
 from bayesformer.predict.streamlined.output_calibration import Calibration
 from bayesformer.version import __version__
 
@@ -54,6 +55,7 @@ def save(posterior: Posterior, folder: Path, calibration: Calibration | None = N
         "prepared_attention": describe_families(prepared_tree(model, infer, posterior.preparation)),
         "held": list(posterior.held),
         **{name: getattr(posterior, name) for name in (*PLAIN, "tempering")},
+        "configuration": configuration_of(model, posterior.noisy_draws),
         "base": base_fingerprint(model, {*learned, *frozen}),
         "facts": plain(posterior.facts),
     }
@@ -91,6 +93,10 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     device = device_of_model(base)
     frozen = {name: p.to(device) for name, p in frozen.items()}
     prepared = _fitting(folder, base, space, infer, preparation, frozen, saved["prepared_attention"])
+    configured = configuration_of(base, saved["noisy_draws"])
+    difference = first_difference(saved.get("configuration", {}), configured)  # earlier files have none
+    if difference is not None:
+        raise DamagedFileError(f"posterior {folder} belongs to another model: {difference}.")
     if not _is_base(base, {*infer, *frozen}, saved["base"]):
         raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
     device = dict(base.named_parameters(remove_duplicate=False))[infer[0]].device
