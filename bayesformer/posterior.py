@@ -25,7 +25,6 @@ from bayesformer.generation import Generation, SampledAnswers
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
-from bayesformer.likelihoods.language import decoder_inputs
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive, Temperable
 from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
@@ -46,6 +45,7 @@ from bayesformer.predict.assemble import (
     tensors_of,
 )
 from bayesformer.predict.conformal_sets import Conformal, conformal
+from bayesformer.predict.decoder_feeding import fed
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.posterior_card import posterior_card
 from bayesformer.predict.sampled import DrawPlan, Sampler
@@ -616,13 +616,7 @@ class Posterior:
 
     def _inputs(self, given: Any) -> InputBatches:
         """Inputs in any form; of an encoder-decoder model with the decoder inputs that its labels make."""
-        if isinstance(given, Mapping) and isinstance(given.get("labels"), Tensor):
-            inputs = {name: value for name, value in given.items() if name != "labels"}
-            made = decoder_inputs(self.model, inputs, given["labels"])
-            return as_inputs({**made, "labels": given["labels"]} if isinstance(made, dict) else made, "inputs")
-        data = as_inputs(given, "inputs")
-        decoder_inputs(self.model, data.first(1))  # refuses an encoder-decoder model without any
-        return data
+        return fed(self.model, as_inputs(given, "inputs"))
 
     def _sampled(
         self,

@@ -40,6 +40,10 @@ class InputBatches(Protocol):
         """At most `count` examples, for checks; a stream gives them again when it is read."""
         ...
 
+    def first_labelled(self, count: int) -> Asked:
+        """The same with labels, where the data have any."""
+        ...
+
 
 class TensorInputs:
     """Inputs held as tensors; a batch is a view of them."""
@@ -66,6 +70,10 @@ class TensorInputs:
     def first(self, count: int) -> Inputs:
         """Inputs of the first `count` examples, or of all there are if they are fewer."""
         return map_inputs(self.inputs, lambda x: x[:count])
+
+    def first_labelled(self, count: int) -> Asked:
+        """The same with the labels and the mask that there are."""
+        return next(self.labelled(count))
 
 
 class RawReader(Protocol):
@@ -101,7 +109,12 @@ class ReadInputs:
 
     def first(self, count: int) -> Inputs:
         """The first examples, at most `count`."""
-        return map_inputs(drop_labels(self.reader.raw_first(count), self.reader.name), lambda x: x[:count])
+        return self.first_labelled(count).inputs
+
+    def first_labelled(self, count: int) -> Asked:
+        """The same with the labels that there are."""
+        inputs, *labels = asked_in(self.reader.raw_first(count), self.reader.name)
+        return Asked(map_inputs(inputs, lambda x: x[:count]), *(None if x is None else x[:count] for x in labels))
 
 
 def asked_in(raw: Any, name: str, device: torch.device | str | None = None) -> Asked:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.likelihoods.language import unwrapped
-from bayesformer.model.adapters import learns_prompt
+from bayesformer.model.adapters import virtual_tokens
 from bayesformer.model.calling import select_output
 from bayesformer.model.shell import Shell
 from bayesformer.predict.member_layers import SharedBase, find_shared_base
@@ -82,7 +82,7 @@ class CachedModule:
 
 def _no_cache(module: nn.Module, takes: frozenset[str]) -> str | None:
     """Why a model cannot continue from keys and values of what it has read; None where it can, as far as is known."""
-    if learns_prompt(module):
+    if virtual_tokens(module):
         return "PEFT puts the virtual tokens of a prompt or prefix before whatever a pass reads"
     missing = [name for name in ("use_cache", "past_key_values") if name not in takes]
     return f"{type(unwrapped(module)).__name__} takes no {' and no '.join(missing)}" if missing else None

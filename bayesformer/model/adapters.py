@@ -37,9 +37,11 @@ def active_adapters(model: nn.Module) -> list[str]:
     return [active] if isinstance(active, str) else []
 
 
-def learns_prompt(model: nn.Module) -> bool:
-    """Whether the active adapter of PEFT puts virtual tokens before the input: prefix, prompt and P-tuning."""
-    return is_adapted(model) and any(model.peft_config[name].is_prompt_learning for name in active_adapters(model))  # type: ignore[index,union-attr]
+def virtual_tokens(model: nn.Module) -> int:
+    """How many tokens the active adapter of PEFT puts before the input (prefix, prompt and P-tuning); 0 for others."""
+    known: Any = getattr(model, "peft_config", None) if is_adapted(model) else None
+    counts = [known[name].num_virtual_tokens for name in active_adapters(model) if known[name].is_prompt_learning]
+    return sum(counts)
 
 
 def used_weights(model: nn.Module) -> dict[str, nn.Parameter]:
