@@ -59,7 +59,7 @@ def write_adapter(posterior: Posterior, theta: Tensor, folder: Path) -> None:
     with posterior.shells.borrow() as shell:
         shell.load(theta)
         model: Any = shell.module
-        name = adapter_to_write(posterior.model)
+        (name,) = active_adapters(model)
         weights = get_peft_model_state_dict(model, adapter_name=name)
         folder.mkdir(parents=True, exist_ok=True)
         config = model.peft_config[name]

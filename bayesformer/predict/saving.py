@@ -55,7 +55,7 @@ def save(posterior: Posterior, folder: Path, calibration: Calibration | None = N
         "prepared_attention": describe_families(prepared_tree(model, infer, posterior.preparation)),
         "held": list(posterior.held),
         **{name: getattr(posterior, name) for name in (*PLAIN, "tempering")},
-        "configuration": configuration_of(model, posterior.noisy_draws),
+        "configuration": configuration_of(model, bool(posterior.noisy_draws)),
         "base": base_fingerprint(model, {*learned, *frozen}),
         "facts": plain(posterior.facts),
     }
@@ -93,7 +93,7 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     device = device_of_model(base)
     frozen = {name: p.to(device) for name, p in frozen.items()}
     prepared = _fitting(folder, base, space, infer, preparation, frozen, saved["prepared_attention"])
-    configured = configuration_of(base, saved["noisy_draws"])
+    configured = configuration_of(base, bool(saved["noisy_draws"]))
     difference = first_difference(saved.get("configuration", {}), configured)  # earlier files have none
     if difference is not None:
         raise DamagedFileError(f"posterior {folder} belongs to another model: {difference}.")
