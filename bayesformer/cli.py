@@ -126,13 +126,13 @@ def list_(arguments: argparse.Namespace) -> int:
 
     from bayesformer.bench.tasks import TASKS, describe
     from bayesformer.core.settings import explain, summary
-    from bayesformer.methods import METHODS
+    from bayesformer.methods import EVERY_METHOD
     from bayesformer.train.training import Training
 
     console = Console()
     for title, rows in {
         "tasks": [(name, describe(name)) for name in TASKS],
-        "methods": [(name, summary(kind)) for name, kind in METHODS.items()],
+        "methods": [(name, summary(kind)) for name, kind in EVERY_METHOD.items()],
     }.items():
         table = Table(title, "", box=None, header_style="bold")
         for row in rows:
@@ -141,7 +141,7 @@ def list_(arguments: argparse.Namespace) -> int:
     if not arguments.settings:
         console.print("Settings of each: bayesformer list --settings")
         return 0
-    groups: dict[str, Any] = {"training": Training, **METHODS}
+    groups: dict[str, Any] = {"training": Training, **EVERY_METHOD}
     groups |= {name: type(build()) for name, build in TASKS.items()}
     for name, kind in groups.items():
         table = Table(name, "default", "meaning", box=None, header_style="bold")
@@ -203,6 +203,7 @@ def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
     verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
+    verbs |= {"continual": _study_continual, "unknown": _study_unknown, "glue": _study_glue}
     return verbs[arguments.name](arguments)
 
 
@@ -314,10 +315,15 @@ def _study_bars(arguments: argparse.Namespace) -> int:
     _check_file(arguments.output, "--output")
     chosen, methods = ([part.strip() for part in text.split(",")] for text in (arguments.problems, arguments.methods))
     seeds = _seed_list(arguments.seeds)
+    if arguments.page is not None:
+        bars.split_page(arguments.page)
+    if arguments.add:
+        bars.add_rows(arguments.output, arguments.add)
     rows = bars.run(chosen, methods, seeds, arguments.output, lambda line: print(line, file=sys.stderr))
-    print(bars.table(rows))
-    print()
-    print(bars.alarms(rows))
+    text = bars.report(rows, arguments.output.parent)
+    print(text)
+    if arguments.page is not None:
+        bars.write_into(arguments.page, text)
     return 0
 
 
@@ -396,6 +402,59 @@ def _study_cold(arguments: argparse.Namespace) -> int:
         print(cold.table(results))
         print(f"figure: {cold.figure(results, arguments.results / 'cold.svg')}")
     return code
+
+
+def _study_continual(arguments: argparse.Namespace) -> int:
+    """Do the missing episodes, then print the table and draw the figure."""
+    from bayesformer.bench.records import read_results
+    from bayesformer.study import continual, continual_table
+
+    places = _choices(arguments.places, continual.PLACES, "--places")
+    if not arguments.stored:
+        say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+        course = continual.Course(continual.open_shelf, arguments.results, say=say)
+        with _threads(1):
+            course.all(places, _seed_list(arguments.seeds))
+    results = read_results(arguments.results).results
+    print(continual_table.table(results))
+    print(f"figure: {continual_table.figure(results, arguments.results / 'continual.svg')}")
+    return 0
+
+
+def _study_unknown(arguments: argparse.Namespace) -> int:
+    """Do the missing trainings and evaluations, then print the table and draw the figure."""
+    from bayesformer.bench.records import read_results
+    from bayesformer.study import unknown_prompts, unknown_table
+
+    places = _choices(arguments.places, unknown_prompts.PLACES, "--places")
+    ways = _choices(arguments.ways, unknown_prompts.WAYS, "--ways")
+    if not arguments.stored:
+        say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+        study = unknown_prompts.Examination(unknown_prompts.open_questions, arguments.results, say=say)
+        with _threads(1):
+            study.all(places, ways)
+    results = read_results(arguments.results).results
+    print(unknown_table.table(results))
+    print(f"figure: {unknown_table.figure(results, arguments.results / 'unknown.svg')}")
+    return 0
+
+
+def _study_glue(arguments: argparse.Namespace) -> int:
+    """Print stored results of the tasks on a pretrained encoder."""
+    from bayesformer.study import sentence_table
+
+    results = _read_results(arguments.results).results
+    print(sentence_table.table(results, sentence_table.keep_errors(arguments.results)))
+    return 0
+
+
+def _choices(text: str, known: Sequence[str], option: str) -> list[str]:
+    """Names from a comma-separated text, each one of those that are known."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise unknown_name(f"name of {option}", name, known)
+    return names
 
 
 def _study_cost(arguments: argparse.Namespace) -> int:
@@ -542,9 +601,9 @@ def _merge(config: dict[str, Any], assignments: Sequence[str]) -> dict[str, dict
     """Groups of settings from a file, then those of --set on top."""
     from bayesformer.bench.tasks import TASKS
     from bayesformer.core.settings import parse_assignment
-    from bayesformer.methods import METHODS
+    from bayesformer.methods import EVERY_METHOD
 
-    groups = ["training", *METHODS, *TASKS]
+    groups = ["training", *EVERY_METHOD, *TASKS]
     for name, value in config.items():
         if isinstance(value, dict):
             continue

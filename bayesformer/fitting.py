@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from bayesformer.core.doubts import warn_of
@@ -72,7 +73,7 @@ def fit(
         )
     if not callable(model):  # a module is callable, too
         raise ValueError(f"model must be an nn.Module or a function that builds one; got {type(model).__name__}.")
-    with bars(progress) as reporter:
+    with torch.inference_mode(False), torch.enable_grad(), bars(progress) as reporter:
         problem = Problem(
             model=model,
             likelihood=as_likelihood(likelihood),

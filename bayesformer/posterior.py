@@ -22,9 +22,11 @@ from bayesformer.data import as_batches, as_inputs
 from bayesformer.data.inputs import inputs_to, leaves, map_inputs
 from bayesformer.data.unlabelled import Asked, InputBatches, TensorInputs
 from bayesformer.generation import Generation, SampledAnswers
+from bayesformer.inference.diagnostics import chain_words
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
+from bayesformer.likelihoods.language import batches_for, check_tokens, padding_token
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive, Temperable
 from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
@@ -252,7 +254,7 @@ class Posterior:
         gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
         far they score below the mean, and whether linearised and sampled outputs spread alike.
         """
-        return self_check(self, as_batches(data, "data"))
+        return self_check(self, batches_for(self.model, as_batches(data, "data")))
 
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
@@ -453,10 +455,10 @@ class Posterior:
             each = max(1, shell(inputs_to(data.first(1), self.device)).numel())
         size = max(1, min(self._batch_size(batch_size), PASS_NUMBERS // each))
         parts = []
-        for number, asked in enumerate(data.labelled(size, self.device)):
+        for asked in data.labelled(size, self.device):
             found = asked_about._gaussian_outputs(way, TensorInputs(asked.inputs), size, settings)
             reduction = self._reduction(asked, None, 1.0, top)
-            for some, own_seed in drawn_in_groups(found, draws, link, seed, number):
+            for some, own_seed in drawn_in_groups(size * each, draws, link, seed):
                 made = self._tempered(self.likelihood.predictive(found, link, some, own_seed))
                 assert isinstance(made, CategoricalPredictive)
                 reduction.add_predictive(made)
@@ -539,6 +541,7 @@ class Posterior:
         stop: Any = None,
         cached: bool | None = None,
         on_step: Any = None,
+        num_beams: int = 1,
     ) -> Generation:
         """Continue text with a causal language model, each token from the probabilities averaged over draws.
 
@@ -558,9 +561,12 @@ class Posterior:
             stop: texts or token numbers that end a sequence, beside the model's own end token.
             cached: keep keys and values of what was read; by default where the model can.
             on_step: called with every `Step` and with which sequences run on, as soon as it is known.
+            num_beams: must be 1; beams are not supported.
         """
         from bayesformer.generation.writing import Choosing, write
 
+        if num_beams != 1:
+            raise ValueError(f"num_beams must be 1, for generate has no beams; got {num_beams!r}.")
         draws = self._few_draws(draws)
         self._check_base()
         choose = Choosing(do_sample, temperature, top_p)
@@ -616,7 +622,9 @@ class Posterior:
 
     def _inputs(self, given: Any) -> InputBatches:
         """Inputs in any form; of an encoder-decoder model with the decoder inputs that its labels make."""
-        return fed(self.model, as_inputs(given, "inputs"))
+        data = fed(self.model, as_inputs(given, "inputs").padded_with(padding_token(self.model)))
+        check_tokens(self.model, data.inputs if isinstance(data, TensorInputs) else data.first(1), "inputs")
+        return data
 
     def _sampled(
         self,
@@ -765,6 +773,10 @@ class Posterior:
         are put in place by themselves. It gives the architecture and the frozen weights; it is not changed, and its
         inferred weights are not used. A file that is truncated, altered or was made for another model is refused.
         """
+        given: object = model
+        if not isinstance(given, nn.Module):
+            hint = " Call it, to give the model that it builds." if callable(given) else ""
+            raise ValueError(f"model must be an nn.Module; got {type(given).__name__}.{hint}")
         return cls(**saving.load(Path(folder), with_adapter(Path(folder), model)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Posterior:
@@ -787,12 +799,24 @@ class Posterior:
         state = {False: "has not converged", True: "converged", None: "convergence unknown"}
         settled = self.facts.get("converged") or [None]
         verdict = state[False if False in settled else None if None in settled else True]
+        if "diagnostics" in self.facts:  # of Hamiltonian chains, which converge in another sense than a search does
+            verdict = chain_words(self.facts["diagnostics"])
         init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
         doubted = f", {len(self.doubts)} doubts (see .doubts)" if self.doubts else ""
+        prior = _chosen_prior(self.facts)
         return (
             f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
-            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{doubted})"
+            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{prior}{doubted})"
         )
+
+
+def _chosen_prior(facts: Mapping[str, Any]) -> str:
+    """In words, that the prior is not N(0, 1) but one whose precision the fit chose, where it did."""
+    asked, found = facts.get("method", {}).get("prior_precision"), facts.get("prior_precision")
+    if not isinstance(asked, str) or not found:
+        return ""
+    shown = f"precision {found[0]:.3g}" if len(found) == 1 else f"{len(found)} precisions"
+    return f", prior of {shown} chosen from the data"
 
 
 def _check_settings(way: str, settings: Any) -> None:

@@ -13,6 +13,7 @@ from benchmarks import (
     copies,
     curvature,
     foundation,
+    language,
     linearised,
     nuts_overhead,
     streamlined,
@@ -42,6 +43,7 @@ def main() -> None:
         streamlined,
         vocabulary,
         copies,
+        language,
     ):
         for comparison in module.comparisons():
             if arguments.words and not any(word in comparison.name for word in arguments.words):

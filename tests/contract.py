@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
-from bayesformer.data.inputs import map_inputs
+from bayesformer.data.inputs import leaves, map_inputs
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import as_likelihood
 from bayesformer.methods import Problem, build_method
@@ -150,7 +150,7 @@ def check_cell(method: str, kind: str, folder: Path) -> str:
     if refusal is not None:
         return check_refusal(method, kind, refusal)
     example = build(kind)
-    with unchanged(example.model):
+    with unchanged(example.model, (example.data, example.inputs)):
         posterior = fit(method, example)
         ways, asked = ways_of(posterior, kind), questions(example)
         alone = {way: [ask(posterior, x, way, seed) for x, seed in asked] for way in ways}
@@ -242,14 +242,15 @@ def check_threads(posterior: Posterior, asked: list[tuple[Any, int]], alone: dic
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Fails if the model, the process's settings or the caller's random states are not as before afterwards."""
+def unchanged(model: nn.Module, data: Any = ()) -> Iterator[None]:
+    """Fails if the model, data, the process's settings or the caller's random states are not as before afterwards."""
     for number, parameter in enumerate(model.parameters()):
         if number % 2 == 0 and parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 0.5)
-    before, state = facts_of_model(model), facts_of_process()
+    before, state, values = facts_of_model(model), facts_of_process(), facts_of_data(data)
     yield
     _compare(before, facts_of_model(model), "the model's")
+    _compare(values, facts_of_data(data), "the data's")
     _compare(state, facts_of_process(), "the process's")
 
 
@@ -283,6 +284,11 @@ def facts_of_model(model: nn.Module) -> dict[str, Any]:
         if hasattr(config, "to_json_string"):
             facts[f"config {name}"] = (config.to_json_string(), config._attn_implementation)
     return facts
+
+
+def facts_of_data(data: Any) -> dict[str, Any]:
+    """Copies of all tensors in the data."""
+    return {f"tensor {i}": x.clone() for i, x in enumerate(leaves(data)) if isinstance(x, torch.Tensor)}
 
 
 def facts_of_process() -> dict[str, Any]:

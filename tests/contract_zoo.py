@@ -100,6 +100,19 @@ def all_weights() -> Example:
     return texts(SequenceClassifier(encoder, vocabulary=V, classes=C))
 
 
+class WritesItsInput(Attends):
+    """Works in place on what it is given, as a first nn.ReLU(inplace=True) does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5).relu_())
+
+
+@kind
+def writes_its_input() -> Example:
+    """A forward that overwrites its input: data and questions must stay what they were."""
+    return sequences(WritesItsInput())
+
+
 @kind
 def no_dropout() -> Example:
     """Nothing random and no attention: three methods refuse it."""

@@ -296,7 +296,7 @@ MISTAKES = {
     "array mask": (lambda: Data(X, Y, "all"), "mask must be a boolean tensor; got str"),
     "objects": (
         lambda: only(Items(lambda i: (object(), 0))),
-        "an example of data must be a tensor, an array, a number or a list of numbers; got object. Give collate=",
+        "an example of data must be a tensor, an array, a number or a list of numbers; got object.",
     ),
     "text arrays": (lambda: only((np.array(["a", "b"]), Y[:2])), "arrays must hold numbers; got an array of dtype <U1"),
     "ragged pairs": (

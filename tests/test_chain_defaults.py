@@ -67,6 +67,23 @@ def test_a_sampler_with_nothing_set_samples_the_posterior(name):
     assert posterior.facts["coordinates"]["regime"] == "gaussian"
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_small_data_get_steps_where_epochs_have_one_each(name):
+    """40 examples are one batch: 200 steps of a thermostat were .54 to .74 of the spread."""
+    data, mean, sd = regression(40)
+    posterior = fit(name, data)
+    error, ratio = compared(posterior, mean, sd)
+    assert error < 0.4
+    assert 0.85 < ratio < 1.15
+    assert posterior.doubts == ()
+
+
+def test_advice_on_length_does_not_name_what_is_set_already():
+    data, _, _ = regression(40)
+    with pytest.warns(bf.FidelityWarning, match="leave it at 'auto'"):
+        fit(bf.Sgld(epochs=20), data)
+
+
 @pytest.mark.parametrize("name", ["laplace", "map"])
 def test_laplace_and_map_find_the_mode(name):
     data, mean, sd = regression()
@@ -80,6 +97,17 @@ def test_laplace_and_map_find_the_mode(name):
         assert ratio == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.parametrize("method", [bf.Mle(), bf.Ensemble(members=2)], ids=["mle", "ensemble"])
+def test_points_say_that_they_were_not_trained_to_the_end(method):
+    """100 epochs of 40 examples are 100 steps, which Adam's rate does not carry to the optimum."""
+    data, _, _ = regression(40)
+    posterior = fit(method, data)
+    assert [doubt.check for doubt in posterior.doubts] == ["training"]
+    who = "The network has" if isinstance(method, bf.Mle) else "2 of 2 networks have"
+    assert posterior.doubts[0].sentence.startswith(f"{who} not been trained to the end")
+    assert fit(method, data, training=bf.Training(epochs=400, lr=0.05, schedule="cosine")).doubts == ()
+
+
 def test_a_laplace_posterior_is_around_the_mode_of_the_prior_that_it_chose():
     data, _, _ = regression()
     posterior = fit(bf.Laplace(structure="full"), data, training=bf.Training(epochs=2))
@@ -87,6 +115,8 @@ def test_a_laplace_posterior_is_around_the_mode_of_the_prior_that_it_chose():
     x, y = (part.double() for part in data)
     precision = x.T @ x + chosen * torch.eye(SIZE, dtype=torch.float64)
     assert abs(chosen - 1) > 0.01
+    assert f"prior of precision {chosen:.3g} chosen from the data" in repr(posterior)
+    assert "chosen" not in repr(fit(bf.Laplace(prior_precision=1.0), data, training=bf.Training(epochs=2)))
     away = posterior.law.mean.double() - torch.linalg.solve(precision, x.T @ y)[:, 0]
     assert (away @ precision @ away / SIZE).sqrt() < 0.06  # steps end below .05 posterior sds
     torch.testing.assert_close(posterior.law.precision().double(), precision, atol=0.1, rtol=1e-3)
@@ -270,6 +300,8 @@ def test_one_epoch_is_one_unit_of_time_whatever_the_number_of_data():
     assert momentum_pace(at("kron", 16.0), 2.0).step == pytest.approx(0.5 / 4)
     assert momentum_pace(at("kron"), 20.0).friction == 0.3
     assert momentum_pace(at(), 1.0).epochs == 200  # half a unit of time per epoch: twice as many
+    assert [langevin_pace(at(), m).epochs for m in (1.0, 2.0, 20.0)] == [800, 400, 150]  # 800 steps at least
+    assert [thermostat_pace(at(), m).epochs for m in (1.0, 2.0, 20.0)] == [800, 400, 200]
     assert momentum_pace(at(), 20.0, temperature=0.125).time == pytest.approx(0.5)
 
 

@@ -1,5 +1,6 @@
 """HMC and NUTS against exact laws: reversible, volume-preserving, invariant, and adapted as they say."""
 
+import itertools
 import math
 
 import pytest
@@ -168,6 +169,63 @@ def test_a_curved_target_has_its_moments(kind):
     transform = KINDS[kind].build(Target(bent), 1 / Target.N, warm_up=200)
     draws, _, _ = run(transform, torch.zeros(2, dtype=torch.float64), 1500, skip=200)
     assert_chain_mean(torch.cat([draws, draws**2], 1), torch.tensor([0, 0.5, 1, 1.75], dtype=torch.float64))
+
+
+def ladder():
+    """A target, and a start and a step with which trajectories go straight on along its wide axis (no stretch of 15
+    points turns), while the energy swings by 3 nats along the narrow one, where the step is near its limit of 2."""
+    scale = torch.tensor([100.0, 1.0], dtype=torch.float64)
+    density = density_of(lambda theta: -0.5 * (theta / scale).square().sum())
+    mass = mass_matrix.unit(scale, "diagonal")
+    theta, momentum = torch.tensor([[0.0, 0.5], [6.0, 1.4]], dtype=torch.float64)
+    log_density, gradient = density(theta)
+    return phase(theta, momentum, gradient, log_density, mass), 1.7, mass, density
+
+
+def shares_of_points(weights, start, depth):
+    """(points,): the chance of each point to be the next state, every order of doublings written out.
+
+    Slow twin of the choice: a doubled half is preferred to all before with probability min(1, w_new / w_old), and
+    within it points are drawn in proportion to their weights, however it is put together of smaller stretches.
+    """
+    total = torch.zeros_like(weights)
+    for order in itertools.product((False, True), repeat=depth):
+        low = high = start
+        chosen = torch.zeros_like(weights)
+        chosen[start] = 1
+        for level, forwards in enumerate(order):
+            new = slice(high + 1, high + 1 + 2**level) if forwards else slice(low - 2**level, low)
+            taken = min(1.0, (weights[new].sum() / weights[low : high + 1].sum()).item())
+            chosen *= 1 - taken
+            chosen[new] = taken * weights[new] / weights[new].sum()
+            low, high = min(low, new.start), max(high, new.stop - 1)
+        total += chosen / 2**depth
+    return total
+
+
+def test_points_of_a_trajectory_of_nuts_are_chosen_by_their_weights():
+    start, step, mass, density = ladder()
+    depth, count = 3, 4000
+    longest = 2**depth - 1
+    after, before = [start], [start]
+    for _ in range(longest):
+        after.append(leapfrog(after[-1], step, mass, density))
+        before.append(leapfrog(before[-1], -step, mass, density))
+    points = [*before[:0:-1], *after]
+    weights = torch.tensor([math.exp(start.energy - point.energy) for point in points], dtype=torch.float64)
+    assert weights.max() / weights.min() > 10  # otherwise nothing is tested
+    expected = shares_of_points(weights, longest, depth)
+    assert expected.sum().item() == pytest.approx(1)
+    assert expected.min() > 1e-3
+    places = torch.stack([point.theta[0] for point in points])
+    seen = torch.zeros(count, len(points), dtype=torch.float64)
+    with drawing_from(torch.Generator("cpu").manual_seed(0)):
+        for row in seen:
+            end, statistics = nuts.transition(start, step, mass, density, max_depth=depth)
+            assert statistics.leapfrogs == longest  # no stretch turned
+            row[(places - end.theta[0]).abs().argmin()] = 1
+    z = (seen.mean(0) - expected) / (expected * (1 - expected) / count).sqrt()
+    assert z.abs().max() < 5, z
 
 
 def test_trajectories_of_nuts_end_where_they_turn():

@@ -11,6 +11,7 @@ import bayesformer as bf
 from bayesformer.data import as_batches
 from bayesformer.data.all_data import WholeData
 from bayesformer.inference.diagnostics import (
+    chain_words,
     effective_sample_size,
     energy_information,
     tail_effective_sample_size,
@@ -22,6 +23,7 @@ from bayesformer.train.objective import Objective
 from tests.nets import Mlp, blobs
 
 SHORT = {"chains": 2, "warm_up": 30, "draws": 8, "thin": 1}
+ONE = {"chains": 1, "warm_up": 30, "draws": 5, "thin": 1}
 quick = bf.Training(epochs=2, batch_size=16)
 ignored = pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
 
@@ -64,6 +66,50 @@ def test_linear_regression_has_its_exact_posterior(method, precision):
     assert min(found["ess_bulk_outputs"], found["ess_tail_outputs"]) > 100
     assert min(found["energy_information"]) > 0.5
     assert found["leapfrogs"] > 2 * 400
+    said = repr(posterior)
+    worst = max(found["rhat_outputs"], found["rhat_log_joint"])
+    bulk, tail = (min(found[f"ess_{kind}_{of}"] for of in ("log_joint", "outputs")) for kind in ("bulk", "tail"))
+    energy = min(found["energy_information"])
+    assert f"R-hat {worst:.3f}, ESS {bulk:.0f} bulk, {tail:.0f} tail, 0 divergences, E-BFMI {energy:.2f}" in said
+
+
+class Killed(Exception):
+    """In the place of a process that is killed."""
+
+
+def kill(method, model, data, likelihood, folder, transition):
+    """A fit that ends before this transition of its first chain, with a checkpoint after every one."""
+
+    class Kill:
+        def update(self, task, done, total, note=""):
+            if total == method.transitions and done == transition:
+                raise Killed
+
+    problem = Problem(
+        model,
+        as_likelihood(likelihood),
+        as_batches(data, "data"),
+        training=quick,
+        checkpoint=folder,
+        checkpoint_seconds=0.0,
+        reporter=Kill(),
+    )
+    with pytest.raises(Killed):
+        method.fit(problem)
+
+
+@ignored
+@pytest.mark.parametrize("method", [bf.Nuts(**ONE, max_depth=4), bf.Hmc(**ONE, max_leapfrogs=10)], ids=["nuts", "hmc"])
+def test_a_chain_resumed_at_any_transition_is_the_same_chain(method, tmp_path):
+    # Enough weights for a product with a matrix in columns to be rounded otherwise than with one in rows.
+    data = blobs(60)
+    model, options = Mlp(hidden=12), {"method": method, "likelihood": "categorical", "training": quick}
+    whole = bf.fit(model, data, **options)
+    assert whole.facts["metric"] == "dense"
+    for transition in (3, 15, 28, 31, 33):  # first stage, a window, the last stage, draws
+        folder = tmp_path / str(transition)
+        kill(method, model, data, "categorical", folder, transition)
+        assert torch.equal(bf.fit(model, data, checkpoint=folder, **options).theta, whole.theta), transition
 
 
 @ignored
@@ -77,28 +123,7 @@ def test_chains_resume_where_they_were_killed_and_in_processes_are_the_same(work
         assert torch.equal(bf.fit(model, (x, y), method=method, workers=2, **options).theta, whole.theta)
         return
 
-    class Killed(Exception):
-        pass
-
-    class Kill:
-        calls = 0
-
-        def update(self, task, done, total, note=""):
-            Kill.calls += 1
-            if Kill.calls == 50:
-                raise Killed
-
-    problem = Problem(
-        model,
-        bf.Gaussian(0.5),
-        as_batches((x, y), "data"),
-        training=quick,
-        checkpoint=tmp_path,
-        checkpoint_seconds=0.0,
-        reporter=Kill(),
-    )
-    with pytest.raises(Killed):
-        method.fit(problem)
+    kill(method, model, (x, y), bf.Gaussian(0.5), tmp_path, 37)
     again = bf.fit(model, (x, y), method=method, checkpoint=tmp_path, **options)
     assert torch.equal(again.theta, whole.theta)
     assert again.facts["diagnostics"] == whole.facts["diagnostics"]
@@ -170,6 +195,16 @@ def test_a_dense_metric_that_does_not_fit_is_said_and_not_used(caplog, monkeypat
         )
     assert posterior.facts["metric"] == "diagonal"
     assert "a dense metric of 50 weights takes 0.0 GiB" in caplog.text
+    assert "a diagonal is used" in caplog.text
+
+
+def test_what_a_dense_metric_takes_is_said_before_work_begins(caplog, monkeypatch):
+    monkeypatch.setattr("bayesformer.methods.hamiltonian_chains._physical_memory", lambda: 2**30)
+    wide = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 2))
+    problem = Problem(wide, as_likelihood("categorical"), as_batches(blobs(40), "data"), reporter=Alarm())
+    with caplog.at_level(logging.WARNING, "bayesformer"), pytest.raises(AssertionError, match="work began"):
+        bf.Hmc(metric="dense", precision="float64").fit(problem)
+    assert "hmc: a dense metric of 12002 weights takes 4.3 GiB, more than a quarter of 1.0 GiB" in caplog.text
     assert "a diagonal is used" in caplog.text
 
 
@@ -269,3 +304,9 @@ def test_fixed_buffers_and_full_batch_sizes_are_taken():
     posterior = bf.fit(norm, (x, y), likelihood="categorical", method=method, training=training)
     assert torch.equal(norm[1].running_mean, torch.zeros(4))
     assert posterior.draws == 16
+
+
+def test_chains_too_short_to_tell_say_what_they_can():
+    assert chain_words({"divergences": 2}) == "2 divergences"
+    still = {"divergences": 0, "rhat_outputs": math.nan, "ess_bulk_outputs": math.nan, "ess_tail_outputs": math.nan}
+    assert chain_words(still) == "0 divergences"

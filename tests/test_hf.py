@@ -93,11 +93,13 @@ def test_sequence_classification_from_text():
 def test_regression_from_text():
     data = bf.hf.encode(rows(), tokenizer(), label="score")
     model = bert(BertForSequenceClassification, num_labels=1, problem_type="regression")
-    for row in data:
-        row["labels"] = torch.tensor([row["labels"]])
     posterior = bf.fit(model, data, likelihood=bf.hf.likelihood_of(model), training=SHORT)
     prediction = posterior.predict([{k: v for k, v in row.items() if k != "labels"} for row in data])
     assert prediction.mean.shape == (6, 1)
+    ids = torch.tensor([data[0]["input_ids"]])
+    own = model.eval()(input_ids=ids, labels=torch.tensor([0.5])).loss  # the squared error
+    loss = bf.loss(model, {"input_ids": ids}, torch.tensor([0.5]), likelihood=bf.Gaussian(1.0), num_data=1)
+    torch.testing.assert_close(loss, own / 2 + 0.5 * torch.tensor(2 * torch.pi).log())
     assert -1 <= evaluate.spearman(prediction, torch.arange(6.0)[:, None]) <= 1
 
 

@@ -389,3 +389,30 @@ def test_decoder_inputs_of_wrapped_models_and_plain_tensors():
         decoder_inputs(t5(), (tokens, tokens), labels)
     with pytest.raises(ValueError, match=r"must be token numbers \(B, T\).*got torch.int64 \(3,\)"):
         decoder_inputs(t5(), tokens, labels[:, 0])
+
+
+@pytest.mark.parametrize("form", ["list", "table", "stream"])
+def test_ragged_rows_are_padded_with_the_padding_token_of_the_model(form):
+    """A decoder that classifies reads its answer at the last token that is no padding token of its own."""
+    config = transformers.LlamaConfig(
+        vocab_size=V,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=5,
+        num_labels=3,
+    )
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    rows = [{"input_ids": list(range(6, 9 + j)), "attention_mask": [1] * (3 + j), "labels": j % 3} for j in range(4)]
+    asked = [{k: row[k] for k in ("input_ids", "attention_mask")} for row in rows]
+    forms = {
+        "list": (rows, asked),
+        "table": ({k: [r[k] for r in rows] for k in rows[0]}, {k: [r[k] for r in asked] for k in asked[0]}),
+        "stream": (bf.Stream(rows, num_data=4), bf.Stream(asked, num_data=4)),
+    }
+    data, inputs = forms[form]
+    posterior = bf.fit(model, data, likelihood="categorical", training=bf.Training(epochs=2), progress=False)
+    member = posterior.module(0)
+    alone = [member(input_ids=torch.tensor([row["input_ids"]])).logits.softmax(-1)[0] for row in rows]
+    torch.testing.assert_close(posterior.predict(inputs).probs, torch.stack(alone), atol=1e-6, rtol=1e-5)

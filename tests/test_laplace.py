@@ -1,5 +1,6 @@
 """The Laplace posterior end to end: exact for linear models, by brute force for others, tuned, online and saved."""
 
+import importlib
 import math
 
 import pytest
@@ -10,8 +11,9 @@ from torch.func import jacrev
 
 import bayesformer as bf
 from bayesformer import evaluate
+from bayesformer.data import as_batches
 from bayesformer.laws import GaussianLaw, gaussian
-from bayesformer.methods import build_method
+from bayesformer.methods import Problem, build_method
 from bayesformer.model.calling import call
 from bayesformer.model.space import Space
 from tests.nets import Mlp, blobs
@@ -365,3 +367,20 @@ def test_a_precision_whose_moments_overflow_is_not_chosen_and_does_not_stop_the_
         wide.predict(data.inputs, batch_size=60)
     tuned = bf.laplace(model, data, validation=data, prior_precision="validation", **settings)
     assert torch.isfinite(tuned.predict(data.inputs).log_probs).all()
+
+
+def test_a_full_matrix_that_does_not_fit_is_refused_before_training(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("bayesformer.laplace.method"), "total_memory", lambda device: 2**30)
+    model = nn.Sequential(nn.Linear(4, 2000), nn.Tanh(), nn.Linear(2000, 1))
+
+    class Alarm:
+        def update(self, task, done, total, note=""):
+            raise AssertionError("work began")
+
+    problem = Problem(
+        model, bf.Gaussian(1.0), as_batches((torch.zeros(8, 4), torch.zeros(8, 1)), "data"), reporter=Alarm()
+    )
+    with pytest.raises(ValueError, match=r"not be 'full' for 12001 weights, .* take 1.6 GiB, more than half of 1.0"):
+        bf.Laplace(structure="full").fit(problem)
+    with pytest.raises(AssertionError, match="work began"):
+        bf.Laplace(structure="diag").fit(problem)

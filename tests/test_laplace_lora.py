@@ -92,7 +92,7 @@ class Changing(nn.Module):
         self.q, self.k = nn.Linear(D, OUT, bias=False), nn.Linear(D, OUT, bias=False)
 
     def forward(self, x):
-        other = x.flip(0) if float(x[0, 0]) > 5 else x
+        other = x.flip(-1) if float(x[0, 0]) > 5 else x
         return torch.cat([self.q(x), self.k(other)], -1)
 
 

@@ -11,7 +11,7 @@ import bayesformer as bf
 from bayesformer.core.seeds import generator
 from bayesformer.laws import Dense, GaussianLaw
 from bayesformer.likelihoods import Gaussian
-from bayesformer.methods import Problem
+from bayesformer.methods import Problem, network_chains
 from bayesformer.methods.chain_run import ChainRun
 from bayesformer.methods.network_chains import plan_of, why_not
 from bayesformer.priors.prior import as_prior
@@ -176,6 +176,29 @@ def test_a_chain_that_is_too_short_says_so():
     posterior = fitted(bf.Sghmc(epochs=4), likelihood=Gaussian(0.05))
     assert posterior.doubts[0].check == "length"
     assert "Too short to sample this posterior: 4 epochs are worth about 0.0" in posterior.doubts[0].sentence
+
+
+def test_a_pilot_decides_whether_every_step_takes_all_data_and_leaves_the_chain_as_it_is(monkeypatch):
+    method, data = bf.Sghmc(), waves(400)
+    calm = fitted(method, data=data, epochs=20)
+    assert 0.5 < calm.facts["network"]["pilot_temperature"] < 2
+    assert calm.facts["network"]["period"] > 1
+    monkeypatch.setattr(network_chains, "FEWEST_STEPS", 10**6)
+    without = fitted(method, data=data, epochs=20)
+    assert without.facts["network"]["pilot_temperature"] is None
+    assert torch.equal(without.theta, calm.theta)
+    monkeypatch.setattr(network_chains, "FEWEST_STEPS", 20)
+    monkeypatch.setattr(network_chains, "BOILING", 0.0)
+    whole = fitted(method, data=data, epochs=20).facts["network"]
+    assert whole["period"] == 1
+    assert whole["sampling_epochs"] + whole["optimum_epochs"] == pytest.approx(100, rel=0.1)
+
+
+def test_heat_along_stiff_directions_is_said_though_all_weights_together_are_not_hot():
+    found = network_chains._of_temperature({"temperature": 1.05, "stiff_temperature": 8.0}, 10**5)
+    assert [(doubt.check, doubt.value) for doubt in found] == [("temperature", 8.0)]
+    assert "along stiff directions 8.00" in found[0].sentence
+    assert network_chains._of_temperature({"temperature": 1.05, "stiff_temperature": 1.2}, 10**5) == []
 
 
 def test_given_weights_start_at_their_mode_and_equal_seeds_give_equal_chains():

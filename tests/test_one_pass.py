@@ -198,6 +198,26 @@ def test_kronecker_blocks_of_a_weight_kept_transposed(parameter_order):
     assert torch.allclose(found.covariance, glm(model, space, theta, x, sigma), atol=1e-10)
 
 
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"padding": (2,), "dilation": 2, "bias": False}])
+def test_correlated_weights_of_a_convolution_of_series(options):
+    model, space, theta = prepared(nn.Sequential(nn.Conv1d(2, 3, 4, **options), nn.Flatten()))
+    block, covariance = kronecker_block(3, 8)
+    sigma = torch.zeros(space.size, space.size, dtype=torch.float64)
+    sigma[:24, :24] = covariance
+    x = torch.randn(2, 2, 9, dtype=torch.float64)
+    found = one_pass_outputs(model, space, GaussianLaw(theta, (slice(0, 24),), (block,)), x)
+    expected = glm(model, space, theta, x, sigma).diagonal(dim1=-2, dim2=-1)
+    assert torch.allclose(found.variance, expected, atol=1e-10)
+
+
+def test_convolutions_whose_correlations_have_no_rule_are_refused_with_the_way_out():
+    model, space, theta = prepared(nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Flatten()))
+    block, _ = kronecker_block(4, 3)
+    x = torch.randn(2, 2, 9, dtype=torch.float64)
+    with pytest.raises(ValueError, match="use predictive='streamlined', which takes any layer"):
+        one_pass_outputs(model, space, GaussianLaw(theta, (slice(0, 12),), (block,)), x)
+
+
 def test_correlated_weights_of_a_convolution():
     model, space, theta = prepared(nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Flatten()))
     block, covariance = kronecker_block(3, 8)

@@ -436,7 +436,7 @@ def test_nothing_is_pickled(posterior, tmp_path):
     folder = posterior.save(tmp_path / "p")
     assert sorted(p.name for p in folder.iterdir()) == ["posterior.json", "posterior.safetensors"]
     facts = json.loads((folder / "posterior.json").read_text())
-    assert facts["facts"]["method"] == {"name": "ensemble", "members": 3}
+    assert facts["facts"]["method"] == {"name": "ensemble", "members": 3, "adapter_penalty": 0.0}
     assert facts["facts"]["num_data"] == 60
     assert facts["format"] == 2
 

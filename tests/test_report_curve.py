@@ -1,8 +1,12 @@
 """The picture that opens the page: bands of a function of one variable beside those of its known posterior."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from bayesformer.attention.multi_head import MultiHeadAttention
+from bayesformer.bench.planning import plan
 from bayesformer.bench.tasks.curves import DOTS, curve_of
 from bayesformer.bench.tasks.known_posterior import KnownPosterior
 from bayesformer.bench.tasks.protocol import TaskData
@@ -76,3 +80,45 @@ def test_further_curves_stand_in_their_sections_and_pages_without_one_open_as_be
     broken = run("vi")
     broken["figures"]["curve"] = {"x": "no", "low": None}
     assert "right answer" not in page_of([broken], tmp_path).text
+
+
+def test_a_panel_says_what_its_fit_cost_and_whether_its_network_is_another(tmp_path):
+    own, other = run("sghmc", cost={"fit_seconds": 24.0}), run("attention", distance=1.3, cost={"fit_seconds": 9.0})
+    other["figures"]["curve"] = {**other["figures"]["curve"], "network": "another network, a small transformer"}
+    text = page_of([own, other], tmp_path).text
+    assert "distance to posterior 0.50; fitted in 24 s" in text
+    assert "distance to posterior 1.30; fitted in 9 s; another network, a small transformer" in text
+    assert text.count("another network") == 1
+
+
+def test_a_known_posterior_can_be_shown_beside_a_network_with_attention():
+    task = KnownPosterior("gap-mlp", network="attention")
+    data, model = task.load(), task.model()
+    assert any(isinstance(module, MultiHeadAttention) for module in model.modules())
+    assert not any(isinstance(module, MultiHeadAttention) for module in KnownPosterior("gap-mlp").model().modules())
+    assert model(data.train.inputs).shape == data.train.targets.shape
+    regions = iter(data.probes)
+    found = task.evaluate(lambda _: task.reference.predictive(next(regions), task._known), data)
+    assert found.figures["curve"]["network"] == "another network, a small transformer"
+    with pytest.raises(ValueError, match="network must be 'own' on this problem"):
+        KnownPosterior("logistic", network="attention")
+    with pytest.raises(ValueError, match="network must be one of own, attention; got 'deep'"):
+        KnownPosterior("gap-mlp", network="deep")
+
+
+def test_the_network_is_part_of_a_key_only_where_it_is_another():
+    """Results that were stored before there was a choice count as those of the problem's own network."""
+    (cell,) = plan(["fidelity/gap-mlp"], ["map"], [0])
+    before = {name: value for name, value in cell.task_settings.items() if name != "network"}
+    assert replace(cell, task_settings=before).key == cell.key
+    (other,) = plan(["fidelity/gap-mlp"], ["map"], [0], {"fidelity/gap-mlp": {"network": "attention"}})
+    assert other.key != cell.key
+
+
+def test_results_from_before_the_choice_of_a_network_are_of_one_task_with_later_ones(tmp_path):
+    old = result("fidelity/gap-mlp", "vi", 0, settings={"task": {"problem": "gap-mlp", "version": 1}})
+    new = result("fidelity/gap-mlp", "vi", 1, settings={"task": {"problem": "gap-mlp", "version": 1, "network": "own"}})
+    page = page_of([old, new], tmp_path)
+    assert [name for name in page.tables if "methods ranked" in name] == [
+        "fidelity/gap-mlp: methods ranked by log-likelihood"
+    ]

@@ -630,14 +630,16 @@ def test_demo_shows_a_known_posterior_digits_and_a_series_with_its_oracle():
     shown = {task: {c.method for c in cells if c.task == task} for task in {c.task for c in cells}}
     everywhere = {"mle", "ensemble", "laplace", "sghmc"}
     assert shown == {
-        "fidelity/gap-mlp": everywhere | {"vi"},
+        "fidelity/gap-mlp": everywhere | {"vi", "attention"},
         "digits": everywhere | {"mc_dropout", "attention"},
         "toy/m1": everywhere | {"mc_dropout", "attention"},
     }
-    assert len({(c.task, c.method, c.seed) for c in cells}) == len(cells) == 34
+    assert len({(c.task, c.method, c.seed) for c in cells}) == len(cells) == 36
     (curve,) = (c for c in cells if (c.task, c.method, c.seed) == ("fidelity/gap-mlp", "laplace", 0))
     assert curve.method_settings["prior_precision"] == 1.0  # the posterior that is known has this prior
     assert curve.build()[0].reference.regions == ["in", "gap", "out"]  # stored, of this version
+    networks = {c.method: c.task_settings["network"] for c in cells if c.task == "fidelity/gap-mlp"}
+    assert {method for method, network in networks.items() if network == "attention"} == {"attention"}
 
 
 def test_data_files(tmp_path):

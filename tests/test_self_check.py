@@ -37,6 +37,12 @@ def test_the_exact_posterior_raises_no_doubt():
     assert checks(Samples(draws(mean, covariance))) == {}
 
 
+@pytest.mark.parametrize("count", [3, 10, 20])
+def test_the_exact_posterior_of_few_data_raises_no_doubt_though_it_scores_below_its_mean(count):
+    data, mean, covariance = regression(count)
+    assert checks(gaussian(mean, tril=torch.linalg.cholesky(covariance)), data=data) == {}
+
+
 def test_draws_that_are_too_wide_are_hot():
     _, mean, covariance = regression()
     found = checks(Samples(draws(mean, covariance, scale=1.5)))

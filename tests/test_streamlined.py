@@ -325,6 +325,8 @@ def test_any_model_is_predicted_by_backward_passes():
     exact = posterior.outputs(x, predictive="linearised").variance
     found = posterior.outputs(x, predictive="streamlined", settings=RuleSettings(outputs=5)).variance
     torch.testing.assert_close(found, exact, rtol=1e-2, atol=0.0)
+    with pytest.raises(NotImplementedError, match=r"calls torch\.lstm .* Use predictive='streamlined'"):
+        posterior.outputs(x, predictive="one_pass")
 
 
 # --- where variance comes from ----------------------------------------------------------------------------------------

@@ -293,6 +293,7 @@ def _add_study(verbs: Any) -> None:
     distance.add_argument("results", type=Path, help="results folder, e.g. results/fidelity")
     distance.add_argument("--output", type=Path, help="the figure (RESULTS/fidelity.svg)")
     distance.add_argument("--brief", action="store_true", help="one row per method instead of one table per problem")
+    _add_language_studies(names)
     bars = names.add_parser(
         "bars",
         help="do one-line calls give the posterior?",
@@ -304,6 +305,8 @@ def _add_study(verbs: Any) -> None:
     bars.add_argument("--methods", default="*", help="patterns of names, e.g. 'sg*,laplace kron' (*)")
     bars.add_argument("--seeds", type=int, default=5, help="data sets and fits of each (5)")
     bars.add_argument("--output", type=Path, default=Path("results/bars/bars.json"), help="(results/bars/bars.json)")
+    bars.add_argument("--add", type=Path, nargs="*", default=[], help="files of other runs whose rows are added first")
+    bars.add_argument("--page", type=Path, help="a Markdown page whose lines between <!-- bars --> marks are replaced")
     maps = names.add_parser(
         "attention",
         help="what a network attends to, and how sure it is",
@@ -373,3 +376,44 @@ def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:
     )
     verb.add_argument("--threads", type=int, default=1, help="torch threads with one worker (1); several have one each")
     verb.add_argument("--quiet", action="store_true", help="no progress bars or lines")
+
+
+def _add_language_studies(names: Any) -> None:
+    continual = names.add_parser(
+        "continual",
+        help="books one after another: what online Laplace keeps",
+        description="SmolLM2 learns four books one after another by low-rank adapters: plainly, with the posterior "
+        "after each book as the prior of the next, each book alone, and all at once. Does the missing episodes, prints "
+        "a table and draws RESULTS/continual.svg. Needs `make experiments` and books/ in BAYESFORMER_DATA. Call it "
+        "again to resume.",
+    )
+    continual.add_argument(
+        "--places", default="last,all", help="adapters in the last attention layer, in all (last,all)"
+    )
+    continual.add_argument("--seeds", type=int, default=3, help="training seeds (3)")
+    unknown = names.add_parser(
+        "unknown",
+        help="does a language model know what it does not know?",
+        description="SmolLM2 learns science text as one network, an ensemble and SGHMC chains, and is asked to go on "
+        "with statements and with foreign prompts. Does what is missing, prints losses and AUROCs of total and "
+        "epistemic uncertainty, and draws RESULTS/unknown.svg. Needs `make experiments`, squad/ and statements_en_sm/ "
+        "in BAYESFORMER_DATA. Call it again to resume.",
+    )
+    unknown.add_argument(
+        "--places", default="lora,last", help="adapters in all layers, the last attention layer (lora,last)"
+    )
+    ways = "base,ensemble,tuned,parallel,serial"
+    unknown.add_argument("--ways", default=ways, help=f"what is compared ({ways})")
+    glue = names.add_parser(
+        "glue",
+        help="tasks on a pretrained encoder: scores, and what lies outside",
+        description="Reads stored results of experiments/glue.toml or experiments/pretrained.toml and runs nothing. "
+        "Prints scores of every method, and how well total and epistemic uncertainty tell errors and rows of other "
+        "data sets. Methods that could not run stand there with their error.",
+    )
+    glue.add_argument("results", type=Path, help="results folder, e.g. results/glue")
+    for study, name in ((continual, "continual"), (unknown, "unknown")):
+        study.add_argument(
+            "--results", type=Path, default=Path("results") / name, help=f"results folder (results/{name}/)"
+        )
+        study.add_argument("--stored", action="store_true", help="run nothing: table and figure of what is stored")

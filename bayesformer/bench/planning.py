@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from bayesformer.bench.records import cell_path
-from bayesformer.bench.tasks import TASKS, Task
+from bayesformer.bench.tasks import TASKS, Task, task_identity
 from bayesformer.core.errors import unknown_name
 from bayesformer.core.settings import identity, override
-from bayesformer.methods import METHODS, Method, build_method
+from bayesformer.methods import EVERY_METHOD, Method, build_method
 from bayesformer.train.training import Training
 
 REMOVED: Mapping[str, Mapping[str, Any]] = {"ensemble": {"init": "fresh"}}
@@ -40,9 +40,9 @@ class Cell:
     @property
     def key(self) -> str:
         """Eight hexadecimal digits from a hash of the settings: cells with one key differ by seed only."""
-        chosen = {**REMOVED.get(self.method, {}), **identity(METHODS[self.method], self.method_settings)}
+        chosen = {**REMOVED.get(self.method, {}), **identity(EVERY_METHOD[self.method], self.method_settings)}
         training = identity(Training, self.training)
-        facts = [self.task, self.method, self.task_settings, training, chosen]
+        facts = [self.task, self.method, task_identity(self.task, self.task_settings), training, chosen]
         if self.start is not None:
             facts.append({"start": identity(Training, self.start)})
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
@@ -60,7 +60,7 @@ class Cell:
     @property
     def trained_in(self) -> Path:
         """A folder name for checkpoints, the same for cells whose settings differ after training only."""
-        kind = METHODS[self.method]
+        kind = EVERY_METHOD[self.method]
         after = getattr(kind, "AFTER_TRAINING", ())
         if not after:
             return self.folder
@@ -71,7 +71,7 @@ class Cell:
     @property
     def variant(self) -> str:
         """The method's settings that differ from its defaults, as "name=value, name=value"."""
-        defaults = asdict(METHODS[self.method]())
+        defaults = asdict(EVERY_METHOD[self.method]())
         changed = {k: v for k, v in self.method_settings.items() if v != defaults[k]}
         if self.start is not None:
             differs = {k: v for k, v in self.training.items() if v != self.start[k]}
@@ -101,10 +101,10 @@ class Overrides:
         """From {"training": {...}, "ensemble": {...}, "toy/m1": {...}, "toy/*": {"training": {...}, ...}}."""
         rest = dict(settings)
         training = rest.pop("training", {})
-        methods = {name: rest.pop(name) for name in list(rest) if name in METHODS}
+        methods = {name: rest.pop(name) for name in list(rest) if name in EVERY_METHOD}
         tasks = {name: rest.pop(name) for name in list(rest) if any(fnmatchcase(task, name) for task in TASKS)}
         if rest:
-            raise unknown_name("group of settings", next(iter(rest)), ["training", *METHODS, *TASKS])
+            raise unknown_name("group of settings", next(iter(rest)), ["training", *EVERY_METHOD, *TASKS])
         return cls(training, tasks, methods)
 
     def of_task(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,10 +154,10 @@ def variants(methods: Sequence[str | Mapping[str, Any]]) -> list[Variant]:
         table: dict[str, Any] = {"name": entry} if isinstance(entry, str) else dict(entry)
         if "name" not in table:
             raise ValueError(f"methods must be names or tables with a name; got {table}.")
-        names, seeds = expand([table.pop("name")], METHODS, "method"), table.pop("seeds", None)
+        names, seeds = expand([table.pop("name")], EVERY_METHOD, "method"), table.pop("seeds", None)
         tasks, start, training = table.pop("tasks", "*"), table.pop("start", None), table.pop("training", {})
         if start not in (None, "mle"):
-            if "start" not in METHODS[names[0]].__dataclass_fields__:
+            if "start" not in EVERY_METHOD[names[0]].__dataclass_fields__:
                 raise ValueError(f"methods: start of {names[0]} must be 'mle', or left out; got {start!r}.")
             table["start"], start = start, None  # a setting of the method itself
         expand([tasks], TASKS, "task")
@@ -202,7 +202,7 @@ def plan(
             short = task_name.rpartition("/")[2]
             chosen = {k: v.replace("{task}", short) if isinstance(v, str) else v for k, v in chosen.items()}
             _check_recordable(chosen, variant.method)
-            method = override(METHODS[variant.method](), chosen, variant.method)
+            method = override(EVERY_METHOD[variant.method](), chosen, variant.method)
             after = override(training, variant.training, "training")
             started = None if variant.start is None else asdict(training)
             parts = asdict(task), asdict(after), asdict(method), started  # type: ignore[call-overload]

@@ -23,7 +23,7 @@ from bayesformer.core.progress import Reporter
 from bayesformer.core.settings import summary
 from bayesformer.core.strategy import Strategy
 from bayesformer.data import Data, as_batches
-from bayesformer.methods import METHODS, Ensemble, Method, Problem
+from bayesformer.methods import EVERY_METHOD, Ensemble, Method, Problem
 from bayesformer.posterior import Posterior
 from bayesformer.train.problem import Models
 from bayesformer.train.training import Training
@@ -156,7 +156,7 @@ def _record(
         "task": cell.task,
         "task_description": describe(cell.task),
         "method": cell.method,
-        "method_description": summary(METHODS[cell.method]),
+        "method_description": summary(EVERY_METHOD[cell.method]),
         "variant": cell.variant,
         "seed": cell.seed,
         "key": cell.key,

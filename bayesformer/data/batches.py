@@ -90,6 +90,10 @@ class Batches(ABC):
         """Whether every reading gives the examples from the first one on; only some streams do not."""
         return True
 
+    def padded_with(self, token: int) -> Batches:  # noqa: ARG002
+        """The same data, with token numbers filled up by `token` where it is this library that pads them."""
+        return self
+
     def require_num_data(self) -> int:
         """N, or an error that says how to give it."""
         if self.num_data is None:

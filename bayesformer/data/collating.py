@@ -25,10 +25,13 @@ def collate(items: Sequence[Any], padding: Padding, name: str) -> Any:
         parts = zip(*items, strict=True)
         return Batch(*(collate_values(part, f"an example of {name}") for part in parts))
     if isinstance(first, Mapping):
-        for item in items:
+        for number, item in enumerate(items):
             if not isinstance(item, Mapping) or item.keys() != first.keys():
                 got = list(item) if isinstance(item, Mapping) else type(item).__name__
-                raise ValueError(f"examples of {name} must all have the keys {list(first)}; got {got}.")
+                raise ValueError(
+                    f"examples of {name} must all have the same keys; the first of a batch has {list(first)}, number "
+                    f"{number} of it {got}."
+                )
         columns = {key: [item[key] for item in items] for key in first}
         return collate_columns(columns, padding, name)
     if isinstance(first, tuple) and len(first) > 1:
@@ -62,8 +65,8 @@ def collate_values(values: Sequence[Any], where: str, flags: bool = True) -> Any
     if isinstance(rows, list):
         shapes = sorted({tuple(row.shape) for row in rows})
         raise ValueError(
-            f"{where} must have the shape of all others; got {shapes}. Give collate=, a function that makes a batch of "
-            "a list of examples, or examples that are dicts with 'input_ids', which are padded."
+            f"{where} must have the shape of all others; got {shapes}. Give a DataLoader whose collate_fn makes a "
+            "batch of a list of examples, or examples that are dicts with 'input_ids', which are padded."
         )
     return rows
 
@@ -99,7 +102,7 @@ def _tensor(value: Any, where: str) -> Tensor:
         return torch.tensor(value, device="cpu")
     raise ValueError(
         f"{where} must be a tensor, an array, a number or a list of numbers; got {type(value).__name__}. "
-        "Give collate=, a function that makes a batch of a list of examples."
+        "Give a DataLoader whose collate_fn makes a batch of a list of examples."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,10 @@ class Columns:
         if self.collate_fn is not None:
             return self.collate_fn([{key: column[i] for key, column in columns.items()} for i in range(len(indices))])
         return collate_columns(numbers_of(columns, self.name, self.keys), self.padding, self.name)
+
+    def padded_with(self, token: int) -> Columns:
+        """The same table, padded with `token`."""
+        return Columns(self.table, self.name, self.collate_fn, replace(self.padding, token=token), self.keys)
 
     def describe(self) -> str:
         """The type of the table and the names of its columns."""

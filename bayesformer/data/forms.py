@@ -163,6 +163,12 @@ def _read(
     """Data that are read when they are needed."""
     if collate is None and hasattr(data, "collate_fn") and is_loader(data):
         collate = data.collate_fn
+    if hasattr(data, "edge_index"):
+        raise ValueError(
+            f"{name} must be {FORMS}; got a graph, {type(data).__name__}. A graph is one example: its tensors with "
+            "an axis of length 1, {'x': data.x[None], 'edge_index': data.edge_index[None], 'labels': data.y[None]}"
+            ", with labels -100 for nodes that do not count, and a module that takes that axis away."
+        )
     padding = Padding(tokenizer, always_mask=isinstance(data, list) and is_ragged(data))
     if is_loader(data):
         loading = loading_of(data)

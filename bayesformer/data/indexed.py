@@ -8,6 +8,7 @@ replacement) are augmented alike.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ class ItemSource(Protocol):
 
     def describe(self) -> str:
         """The type of the data, for the fingerprint."""
+        ...
+
+    def padded_with(self, token: int) -> ItemSource:
+        """The same examples, with token numbers filled up by `token` where they are padded here."""
         ...
 
 
@@ -104,6 +109,12 @@ class Indexed(Batches):
         """The number of batches in one epoch."""
         size, drop_last = self.batch_size or batch_size, self.loading.drop_last
         return num_steps(len(self.source), size, join_single=join_single, drop_last=drop_last)
+
+    def padded_with(self, token: int) -> Indexed:
+        """The same data, padded with `token`, see `Batches.padded_with`."""
+        other = copy.copy(self)
+        other.source = self.source.padded_with(token)
+        return other
 
     def fingerprint(self) -> str:
         """A hash of type, N and up to four examples spread over the data."""

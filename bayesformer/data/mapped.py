@@ -41,6 +41,10 @@ class Mapped(Batches):
         """Whether the other data can be read from the first example again."""
         return self.data.restarts
 
+    def padded_with(self, token: int) -> Mapped:
+        """The same change of the other data, padded with `token`."""
+        return Mapped(self.data.padded_with(token), self.change)
+
     def fingerprint(self) -> str:
         """That of the other data: the change belongs to the model."""
         return self.data.fingerprint()

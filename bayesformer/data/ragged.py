@@ -14,18 +14,22 @@ from bayesformer.data.labels import label_key
 
 IGNORED = -100
 """The integer label that likelihoods leave out, as torch's cross entropy does."""
+TOKENS = ("input_ids", "decoder_input_ids")
+"""Inputs that are token numbers."""
 SEQUENCES = ("input_ids", "inputs_embeds", "input_values")
 """Inputs from whose lengths an attention mask can be made."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How ragged examples are padded: by a tokenizer's own `pad`, or on the right with zeros."""
+    """How ragged examples are padded: by a tokenizer's own `pad`, or on the right with `token` and zeros."""
 
     tokenizer: Any = None
     """pads the inputs if given, on its own side with its own padding token"""
     always_mask: bool = False
     """make an attention mask for batches of equal lengths as well"""
+    token: int = 0
+    """what fills up token numbers without a tokenizer: some models look for their padding token"""
 
     @property
     def left(self) -> bool:
@@ -38,8 +42,9 @@ def pad_columns(columns: Mapping[str, Any], padding: Padding, name: str) -> Any:
 
     With a tokenizer, columns of inputs may also be lists of token lists, as its `pad` takes them.
 
-    Inputs are padded with 0 or by the tokenizer, integer labels with -100. Real-valued labels are padded with 0, and a
-    `Batch` is returned whose mask leaves the padding out. An attention mask is made where there is none.
+    Token numbers are padded with `padding.token`, other inputs with 0, or all of them by the tokenizer, and integer
+    labels with -100. Real-valued labels are padded with 0, and a `Batch` is returned whose mask leaves the padding out.
+    An attention mask is made where there is none.
     """
     key = label_key(columns)
     inputs = {k: value for k, value in columns.items() if k != key}
@@ -84,10 +89,11 @@ def _pad_inputs(inputs: dict[str, Any], padding: Padding, name: str) -> dict[str
         shapes = sorted({tuple(row.shape) for row in inputs[ragged[0]]})
         raise ValueError(
             f"{ragged[0]!r} of {name} must have one shape, since an attention mask for padding can be made from "
-            f"{', '.join(SEQUENCES)} only; got {shapes}. Give collate=, a "
-            "function that makes a batch of a list of examples."
+            f"{', '.join(SEQUENCES)} only; got {shapes}. Give a DataLoader whose "
+            "collate_fn makes a batch of a list of examples."
         )
-    padded = {key: pad_rows(value, 0) if key in ragged else value for key, value in inputs.items()}
+    fill = {key: padding.token if key in TOKENS else 0 for key in ragged}
+    padded = {key: pad_rows(value, fill[key]) if key in ragged else value for key, value in inputs.items()}
     if "attention_mask" in inputs or source is None or not (source in ragged or padding.always_mask):
         return padded
     rows = inputs[source]

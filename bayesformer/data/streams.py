@@ -7,9 +7,11 @@ ones is repeatable. Resuming inside an epoch reads what was already seen again a
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -23,7 +25,9 @@ from bayesformer.data.in_memory import batch_to, update_hash
 from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves, map_inputs
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.order import num_steps
+from bayesformer.data.ragged import Padding
 
+log = logging.getLogger("bayesformer")
 COMPARED = 4  # units of two readings that tell whether a stream starts again
 
 
@@ -93,6 +97,13 @@ class Streamed(Batches):
         if self.num_data is None:
             return None
         return num_steps(self.num_data, self.batch_size or batch_size, join_single=join_single)
+
+    def padded_with(self, token: int) -> Streamed:
+        """This stream itself, padded with `token`: it may have been read in part, so that there is no other like it."""
+        made = self.collate_fn
+        if isinstance(made, partial) and isinstance(padding := made.keywords.get("padding"), Padding):
+            self.collate_fn = partial(made, padding=replace(padding, token=token))
+        return self
 
     def fingerprint(self) -> str:
         """A hash of type and N: reading a stream could use it up."""
@@ -177,16 +188,25 @@ class Streamed(Batches):
         """Examples in batches; two examples are read in advance to see whether the last batch would be a single one."""
         collate_fn, ahead = self.collate_fn, deque[Any]()
         assert collate_fn is not None
-        units = islice(units, self.num_data)
+        units, seen = islice(units, self.num_data), 0
 
         def read() -> Any:
             ahead.extend(islice(units, size - len(ahead) + (2 if join_single else 0)))
             single = join_single and size > 1 and len(ahead) == size + 1
             items = [ahead.popleft() for _ in range(min(size + single, len(ahead)))]
+            nonlocal seen
+            seen += len(items)
             return collate_fn(items) if items else None
 
         while (raw := own(read)) is not None:
             yield raw
+        if self.num_data is not None and seen < self.num_data:
+            log.warning(
+                "%s ended after %d examples; num_data is %d. The prior is weighed against num_data examples.",
+                self.name,
+                seen,
+                self.num_data,
+            )
 
     def _whole(self, own: PrivateStream, units: Iterator[Any]) -> Iterator[Any]:
         """Whole batches until the loader ends, or N examples were seen of one that may not end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import (
@@ -50,6 +51,10 @@ class Items:
                 seed_states(seeds[place])
             items.append(self.dataset[index])
         return collate(items, self.padding, self.name) if self.collate_fn is None else self.collate_fn(items)
+
+    def padded_with(self, token: int) -> Items:
+        """The same examples, padded with `token`."""
+        return Items(self.dataset, self.name, self.collate_fn, replace(self.padding, token=token))
 
     def describe(self) -> str:
         """The type of the dataset with its module, for error messages."""

@@ -44,6 +44,10 @@ class InputBatches(Protocol):
         """The same with labels, where the data have any."""
         ...
 
+    def padded_with(self, token: int) -> InputBatches:
+        """The same inputs, with token numbers filled up by `token` where it is this library that pads them."""
+        ...
+
 
 class TensorInputs:
     """Inputs held as tensors; a batch is a view of them."""
@@ -75,6 +79,10 @@ class TensorInputs:
         """The same with the labels and the mask that there are."""
         return next(self.labelled(count))
 
+    def padded_with(self, token: int) -> TensorInputs:  # noqa: ARG002
+        """These inputs: tensors have been padded already."""
+        return self
+
 
 class RawReader(Protocol):
     """What `Indexed` and `Streamed` offer beyond labelled batches."""
@@ -88,6 +96,10 @@ class RawReader(Protocol):
 
     def raw_first(self, count: int) -> Any:
         """The first examples as the data give them."""
+        ...
+
+    def padded_with(self, token: int) -> RawReader:
+        """The same data, padded with `token`."""
         ...
 
 
@@ -115,6 +127,10 @@ class ReadInputs:
         """The same with the labels that there are."""
         inputs, *labels = asked_in(self.reader.raw_first(count), self.reader.name)
         return Asked(map_inputs(inputs, lambda x: x[:count]), *(None if x is None else x[:count] for x in labels))
+
+    def padded_with(self, token: int) -> ReadInputs:
+        """The same inputs, padded with `token`."""
+        return ReadInputs(self.reader.padded_with(token))
 
 
 def asked_in(raw: Any, name: str, device: torch.device | str | None = None) -> Asked:

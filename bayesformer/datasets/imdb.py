@@ -56,11 +56,16 @@ def load(train: int, validation: int, test: int, words: int, length: int, seed: 
 
 def read(part: str) -> list[tuple[list[str], int]]:
     """Words and label of every review of "train" or "test"."""
+    return [(words_of(text), label) for text, label in review_texts(part)]
+
+
+def review_texts(part: str) -> list[tuple[str, int]]:
+    """Text, as it was written, and label of every review of "train" or "test"."""
     path = locate(f"imdb/{part}.jsonl.xz", "reviews")
     try:
         with lzma.open(path, "rt", encoding="utf8") as lines:
             rows = [json.loads(line) for line in lines]
-        return [(words_of(row["text"]), int(row["label"])) for row in rows]
+        return [(str(row["text"]), int(row["label"])) for row in rows]
     except (lzma.LZMAError, EOFError, json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
         raise DamagedFileError(f"reviews {path} cannot be read: {type(error).__name__}: {error}.") from error
 

@@ -41,9 +41,9 @@ def data_folders() -> list[Path]:
     return [folder, fetched_folder()]
 
 
-def locate(file: str, what: str) -> Path:
+def locate(file: str, what: str, fetched: bool = True) -> Path:
     """The path of a data file such as "mnist/t10k-labels-idx1-ubyte.gz"; an error that says what to do if it is not
-    there. `what` is the word for it in that error."""
+    there. `what` is the word for it in that error, `fetched` whether `bayesformer data` can get it."""
     name = file.split("/", maxsplit=1)[0]
     command = f"`bayesformer data {'make' if name.startswith('ambiguous') else 'get'} {name}`"
     for folder in data_folders():
@@ -52,11 +52,14 @@ def locate(file: str, what: str) -> Path:
         path = folder / file
         if not path.is_file():
             raise FileNotFoundError(
-                f"{what} {path} does not exist; {FOLDER} must name the folder that holds {name}/ with all its files, "
-                f"or {command} be called. The folder is there: it may be copied in part, or of another version."
+                f"{what} {path} does not exist; {FOLDER} must name the folder that holds {name}/ with all its files"
+                f"{f', or {command} be called' if fetched else ''}. The folder is there: it may be copied in part, or "
+                "of another version."
             )
         return path
     is_set = "it does not have them" if os.environ.get(FOLDER) else "it is not set"
+    if not fetched:
+        raise FileNotFoundError(f"{FOLDER} must name the folder that holds {file}, which no command fetches; {is_set}.")
     raise FileNotFoundError(
         f"{FOLDER} must name the folder that holds {file}; {is_set}, and the cache {fetched_folder()} has no {name}/: "
         f"call {command}."

@@ -67,21 +67,25 @@ def load(source: DataSource = UD_ENGLISH, length: int = LENGTH) -> Tagged:
 
 def read(part: str, source: DataSource = UD_ENGLISH) -> list[Sentence]:
     """The sentences of "train", "dev" or "test" that have a word, with punctuation and digits removed."""
-    file = f"ud_english/v1.2-{part}.tsv.xz"
-    path = locate(file, "sentences")
-    text = read_content(path, "sentences", source.file(file).sha256).decode("utf8")
-    try:
-        sentences = [_words(block.split("\n")) for block in text.strip("\n").split("\n\n")]
-    except ValueError as error:
-        raise DamagedFileError(f"sentences {path} must be lines of form, lemma and two tags: {error}.") from error
+    found = [[(letters(lemma), tag) for _, lemma, tag, _ in rows] for rows in _blocks(part, source)]
+    sentences = [[(word, tag) for word, tag in sentence if word] for sentence in found]
     return [sentence for sentence in sentences if sentence]
 
 
-def _words(lines: Sequence[str]) -> Sentence:
-    rows = [line.split("\t") for line in lines]
-    if wrong := [row for row in rows if len(row) != 4 or row[2] not in TAGS]:
-        raise ValueError(f"got {wrong[0]}")
-    return [(word, tag) for _, lemma, tag, _ in rows if (word := letters(lemma))]
+def read_forms(part: str, source: DataSource = UD_ENGLISH) -> list[Sentence]:
+    """All sentences of "train", "dev" or "test" as they were written, word by word, punctuation included."""
+    return [[(form, tag) for form, _, tag, _ in rows] for rows in _blocks(part, source)]
+
+
+def _blocks(part: str, source: DataSource) -> list[list[list[str]]]:
+    """Rows of form, lemma and two tags, by sentence."""
+    file = f"ud_english/v1.2-{part}.tsv.xz"
+    path = locate(file, "sentences")
+    text = read_content(path, "sentences", source.file(file).sha256).decode("utf8")
+    blocks = [[line.split("\t") for line in block.split("\n")] for block in text.strip("\n").split("\n\n")]
+    if wrong := next((row for rows in blocks for row in rows if len(row) != 4 or row[2] not in TAGS), None):
+        raise DamagedFileError(f"sentences {path} must be lines of form, lemma and two tags: got {wrong}.")
+    return blocks
 
 
 def letters(lemma: str) -> str:

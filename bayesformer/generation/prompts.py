@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bayesformer.likelihoods.language import is_causal_language_model, unwrapped
+from bayesformer.likelihoods.language import is_causal_language_model, unwrapped, vocabulary
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ def as_prompts(model: nn.Module, inputs: Any, tokenizer: Any, device: torch.devi
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         raise ValueError(
             "inputs must be text, a list of texts, or a mapping with input_ids and attention_mask; "
-            f"got {type(inputs).__name__}{list(inputs) if isinstance(inputs, Mapping) else ''}."
+            f"got {type(inputs).__name__}{list(inputs) if isinstance(inputs, Mapping) else ''}"
+            f"{' that is empty' if isinstance(inputs, Sequence) and not inputs else ''}."
         )
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
@@ -71,8 +72,8 @@ def check_length(model: nn.Module, longest: int, new_tokens: int) -> None:
 
 
 def _tokenised(model: nn.Module, texts: list[str], tokenizer: Any) -> Mapping[str, Tensor]:
-    if tokenizer is None:
-        raise ValueError("tokenizer must be given where inputs are text; got None.")
+    if not callable(tokenizer):
+        raise ValueError(f"tokenizer must be given where inputs are text; got {_described(tokenizer)}.")
     empty = next((number for number, text in enumerate(texts) if not text), None)
     if empty is not None:
         raise ValueError(f"prompts must not be empty; number {empty} is.")
@@ -92,13 +93,6 @@ def _tokenised(model: nn.Module, texts: list[str], tokenizer: Any) -> Mapping[st
         ids[row, width - len(tokens) :] = torch.tensor(tokens, device="cpu")
         mask[row, width - len(tokens) :] = 1
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def vocabulary(model: nn.Module) -> int | None:
-    """Rows of the input embeddings, where the model says."""
-    base: Any = unwrapped(model)
-    embedding = base.get_input_embeddings() if callable(getattr(base, "get_input_embeddings", None)) else None
-    return len(embedding.weight) if isinstance(embedding, nn.Embedding) else None
 
 
 def _check(model: nn.Module, ids: Tensor, mask: Tensor) -> None:
@@ -134,8 +128,16 @@ def _mask_of(model: nn.Module, ids: Tensor) -> Tensor:
     ends = end if isinstance(end, list | tuple) else [end]
     if not isinstance(pad, int) or pad in ends:
         return torch.ones_like(ids)
+    if bool((ids[:, -1:] == pad).any()):
+        row = int((ids[:, -1] == pad).nonzero()[0])
+        raise ValueError(
+            f"prompts must be padded on the left, so that each ends where new tokens begin; number {row} ends with the "
+            "pad token. Use tokenizer(..., padding=True, padding_side='left'), and give its attention_mask."
+        )
     return ((ids != pad).long().cumsum(1) > 0).long()
 
 
 def _described(value: Any) -> str:
+    if value is None:
+        return "None"
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -51,6 +52,8 @@ def read_model(path: str, gguf: str | None = None) -> tuple[Any, Any]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ValueError("generate needs transformers: pip install 'bayesformer[hf]'.") from error
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.endswith("/")):
+        raise ValueError(f"model must be a folder of transformers; {path} does not exist.")
     options = {} if gguf is None else {"gguf_file": gguf}
     tokenizer = AutoTokenizer.from_pretrained(path, **options)
     return AutoModelForCausalLM.from_pretrained(path, **options), tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from bayesformer.generation.decoders import make_decoder
 from bayesformer.generation.prompts import Prompts, as_prompts, check_length
 from bayesformer.generation.result import Alternatives, Generation
-from bayesformer.likelihoods.language import unwrapped
+from bayesformer.likelihoods.language import unwrapped, vocabulary
 from bayesformer.likelihoods.predictive import entropy, log_mean_exp
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ class Choosing:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.do_sample, bool):
+            raise ValueError(f"do_sample must be True or False; got {self.do_sample!r}.")
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{name} must be a number; got {value!r}.")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite; got {self.temperature}.")
         if not 0 < self.top_p <= 1:
@@ -94,13 +100,17 @@ def end_tokens(model: Any, stop: Any, tokenizer: Any) -> Ending:
     if known is None:
         known = getattr(getattr(base, "config", None), "eos_token_id", None)
     ends = set(known if isinstance(known, list | tuple) else [] if known is None else [known])
-    given = [] if stop is None else [stop] if isinstance(stop, str | int) else list(stop)
+    given = [] if stop is None else list(stop) if isinstance(stop, list | tuple | set) else [stop]
     texts = [entry for entry in given if isinstance(entry, str)]
     if texts and tokenizer is None:
         raise ValueError(f"tokenizer must be given where stop is text; got stop={stop!r} and no tokenizer.")
-    wrong = next((entry for entry in given if not isinstance(entry, str | int) or entry == ""), None)
-    if wrong is not None:
-        raise ValueError(f"stop must be texts or token numbers; got {wrong!r}.")
+    for entry in given:
+        if not isinstance(entry, str | int) or isinstance(entry, bool) or entry == "":
+            raise ValueError(f"stop must be texts or token numbers; got {entry!r}.")
+    rows = vocabulary(model)
+    beyond = [entry for entry in given if isinstance(entry, int) and not 0 <= entry < (rows or math.inf)]
+    if beyond:
+        raise ValueError(f"stop must be tokens of the model, 0..{'' if rows is None else rows - 1}; got {beyond[0]}.")
     return Ending(ends | {entry for entry in given if isinstance(entry, int)}, texts, tokenizer)
 
 
@@ -152,6 +162,8 @@ def write(
     """The continuation of prompts; see `Posterior.generate`. `on_step` sees every step and which sequences run on."""
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be a whole number, at least 1; got {max_new_tokens!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be a whole number; got {seed!r}.")
     prompts = as_prompts(posterior.model, inputs, tokenizer, posterior.device)
     check_length(posterior.model, int(prompts.mask.sum(1).max()), max_new_tokens)
     ending = end_tokens(posterior.model, stop, tokenizer)

@@ -22,6 +22,8 @@ def encode(
         label: the column with the label; None takes the tokens themselves, as a language model learns them.
         max_length: tokens of an example, at most.
     """
+    if not callable(tokenizer):
+        raise ValueError(f"tokenizer must be that of the model; got {type(tokenizer).__name__}.")
     if isinstance(rows, str):
         raise ValueError("rows must be a list of texts or of mappings; got one text.")
     columns = (text,) if isinstance(text, str) else tuple(text)

@@ -7,8 +7,8 @@ are the better witness: weights of a network mix slowly along symmetries that no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,29 @@ def energy_information(energies: Tensor) -> Tensor:
     """
     energies = _checked(energies)
     return energies.diff(dim=1).square().sum(1) / (energies - energies.mean(1, keepdim=True)).square().sum(1)
+
+
+def chain_words(found: Mapping[str, Any]) -> str:
+    """One line of what Hamiltonian chains found out about themselves: the worst over the log joint and outputs.
+
+    `found` are numbers by name, as in `posterior.facts["diagnostics"]`; chains too short to tell anything have few.
+    """
+
+    def worst(key: str, choose: Callable[[list[float]], float]) -> float | None:
+        there = [found[name] for name in (f"{key}_log_joint", f"{key}_outputs") if name in found]
+        known = [value for value in there if not math.isnan(value)]
+        return choose(known) if known else None
+
+    parts = []
+    rhat, bulk, tail = worst("rhat", max), worst("ess_bulk", min), worst("ess_tail", min)
+    if rhat is not None:
+        parts.append(f"R-hat {rhat:.3f}")
+    if bulk is not None and tail is not None:
+        parts.append(f"ESS {bulk:.0f} bulk, {tail:.0f} tail")
+    parts.append(f"{found['divergences']} divergences")
+    if "energy_information" in found:
+        parts.append(f"E-BFMI {min(found['energy_information']):.2f}")
+    return ", ".join(parts)
 
 
 def kinetic_temperature(momenta: Params | Tensor, sigma: float = 1.0) -> Tensor:

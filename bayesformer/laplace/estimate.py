@@ -30,6 +30,7 @@ from bayesformer.laplace import low_rank_curvature as low_rank
 from bayesformer.laplace.passes import COLUMNS, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
+from bayesformer.likelihoods.language import batches_for
 from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
@@ -124,7 +125,7 @@ def estimate(
         weighted: count the inputs in Kronecker factors by the squared gradients beside them.
         widest: length up to which a Kronecker factor is kept whole; 4096 by default.
     """
-    data, likelihood = as_batches(data, "data"), as_likelihood(likelihood)
+    data, likelihood = batches_for(model, as_batches(data, "data")), as_likelihood(likelihood)
     _check(structure, kind, samples, batch_size, rank)
     if space is None:
         check_eval(model, "dropout and running averages would make curvature random")

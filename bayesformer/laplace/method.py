@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from bayesformer.core.doubts import recorded, warn_of
+from bayesformer.core.memory import total_memory
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.seeds import generator
@@ -37,7 +38,20 @@ from bayesformer.train.rounding import rounding_facts
 
 STRUCTURES = ("kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
 NAMED = ("auto", "marglik", "validation")  # ways to choose the prior's precision
+MATRICES = 3  # of P by P numbers that a full curvature has in memory: itself, its eigenvectors, a factor
 SMALL = 2000  # weights up to which the last layer has one dense block
+
+
+def refuse_matrix(size: int, prototype: Prototype) -> None:
+    """An error where a matrix over all weights, and its factors, would not fit in half of the memory."""
+    there = total_memory(prototype.skeleton.device)
+    takes = MATRICES * size * size * prototype.space.dtype.itemsize
+    if takes > there / 2:
+        raise ValueError(
+            f"laplace.structure must not be 'full' for {size} weights, whose matrix and its factors take "
+            f"{takes / 2**30:.1f} GiB, more than half of {there / 2**30:.1f} GiB. Use 'kron', 'diag' or 'low_rank', or "
+            "a smaller subset."
+        )
 
 
 @dataclass(frozen=True)
@@ -182,7 +196,9 @@ class Laplace:
             module = prototype.skeleton.shell(gradients=False).module.eval()
             last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
         else:
-            prototype.space.select(self.subset)
+            size = prototype.space.select(self.subset).size
+            if self.structure == "full":
+                refuse_matrix(size, prototype)
         if self.predictive == "one_pass":
             refuse_attention(prototype.prepared)
 

@@ -10,18 +10,23 @@ import inspect
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import Batch, Inputs
+from bayesformer.data.batches import Batches
+from bayesformer.data.mapped import Mapped
 from bayesformer.likelihoods import Likelihood, as_likelihood
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """ends of the names of transformers' causal language models"""
 NOT_GENERATING = ("Classification", "QuestionAnswering")
 """parts of the names of encoder-decoder models whose labels are no tokens to be generated"""
+POSITIONS = ("position_embeddings", "wpe")
+"""names of tables of learned positions"""
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 
 logger = logging.getLogger("bayesformer")
@@ -64,6 +69,35 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
     return known
 
 
+def batches_for(model: nn.Module, data: Batches) -> Batches:
+    """Labelled data as a model takes it: its padding token, decoder inputs made of labels, a column of real labels."""
+    data, change = data.padded_with(padding_token(model)), _AsModelTakes(model)
+    first = data.first(1)
+    made = change(first)
+    same = made.inputs is first.inputs and made.targets is first.targets
+    return data if same else Mapped(data, change)
+
+
+@dataclass(frozen=True)
+class _AsModelTakes:
+    """Adds the decoder inputs that an encoder-decoder model makes of its labels, and gives real labels their axis."""
+
+    model: nn.Module
+
+    def __call__(self, batch: Batch) -> Batch:
+        inputs = decoder_inputs(self.model, batch.inputs, batch.targets)
+        return batch._replace(inputs=inputs, targets=regression_targets(self.model, batch.targets))
+
+
+def regression_targets(model: nn.Module, targets: Tensor) -> Tensor:
+    """Labels (B,) of a regression as (B, 1), the shape of the outputs of transformers' model for it."""
+    base = unwrapped(model)
+    single = getattr(getattr(base, "config", None), "num_labels", None) == 1
+    if not single or "ForSequenceClassification" not in type(base).__name__:
+        return targets
+    return targets[:, None] if targets.dim() == 1 and targets.is_floating_point() else targets
+
+
 def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = None) -> Inputs:
     """Inputs of an encoder-decoder model with decoder_input_ids made from labels (B, T), as its own forward makes them.
 
@@ -89,6 +123,56 @@ def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = Non
     if _named(base, ("EncoderDecoderModel",), exact=True):  # the one class that also hides the padding it makes
         made.setdefault("decoder_attention_mask", (ids != base.config.pad_token_id).to(ids.dtype))
     return made
+
+
+def check_tokens(model: nn.Module, inputs: Inputs, name: str) -> None:
+    """Refuse token numbers that have no row among the model's embeddings, and more tokens than it has positions.
+
+    Torch would say that an index is out of range, and not of what.
+    """
+    rows, ids = vocabulary(model), _input_ids(inputs)
+    if rows is None or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"input_ids of {name} must lie in 0..{rows - 1}, the model's embeddings; got {low}..{high}. "
+            "Does the tokenizer belong to this model?"
+        )
+    limit = _position_rows(model)
+    if limit is not None and ids.shape[1] > limit:
+        raise ValueError(
+            f"{name} must have at most {limit} tokens each, the positions that the model has; got {ids.shape[1]}. "
+            f"Cut them: tokenizer(..., truncation=True, max_length={limit})."
+        )
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """Rows of the input embeddings, where the model says."""
+    base: Any = unwrapped(model)
+    try:
+        embedding = base.get_input_embeddings() if callable(getattr(base, "get_input_embeddings", None)) else None
+    except NotImplementedError:  # models of transformers without tokens
+        return None
+    return len(embedding.weight) if isinstance(embedding, nn.Embedding) else None
+
+
+def _position_rows(model: nn.Module) -> int | None:
+    """Positions that a model has learned embeddings of; None where it has none, or computes them."""
+    for path, module in unwrapped(model).named_modules():
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in POSITIONS:
+            offset = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - offset
+    return None
+
+
+def padding_token(model: nn.Module) -> int:
+    """The number of a model's padding token, 0 if it has none: classifiers with a decoder look for it at the end."""
+    config = getattr(unwrapped(model), "config", None)
+    for known in (config, getattr(config, "text_config", None)):
+        if isinstance(token := getattr(known, "pad_token_id", None), int):
+            return token
+    return 0
 
 
 def is_causal_language_model(model: nn.Module) -> bool:

@@ -34,8 +34,9 @@ class Gaussian(Likelihood):
     floor: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not (self.scale > 0 and math.isfinite(self.scale)):
-            raise ValueError(f"Gaussian.scale must be positive and finite, or None; got {self.scale}.")
+        known = isinstance(self.scale, int | float) and self.scale > 0 and math.isfinite(self.scale)
+        if self.scale is not None and not known:
+            raise ValueError(f"Gaussian.scale must be a positive finite number, or None; got {self.scale!r}.")
         if not self.floor > 0:
             raise ValueError(f"Gaussian.floor must be positive; got {self.floor}.")
 

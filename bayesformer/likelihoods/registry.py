@@ -36,6 +36,8 @@ def as_likelihood(likelihood: Likelihood | str) -> Likelihood:
     """A likelihood by name, with its default settings, or itself."""
     given: object = likelihood
     if isinstance(given, Likelihood):
+        if type(given).predictive is Likelihood.predictive:  # not asked for before the first prediction
+            raise ValueError(f"likelihood must define predictive; {type(given).__name__} does not.")
         return given
     if not isinstance(given, str):
         hint = f" Did you mean {given.__name__}()?" if isinstance(given, type) else ""

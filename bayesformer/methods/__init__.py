@@ -1,6 +1,7 @@
 """Methods: the user's choice, as small frozen dataclasses, each turning a problem into a posterior.
 
-`METHODS` is the list that the command line and the runner read, `ADAPTER_METHODS` those for low-rank adapters alone.
+`METHODS` is the list that the command line reads, `ADAPTER_METHODS` those for low-rank adapters alone, `EVERY_METHOD`
+all that the runner takes.
 A method's docstring starts with its one-line description; the text under a field is its help.
 """
 
@@ -20,11 +21,13 @@ from bayesformer.methods.lora import Blob, Tfb
 from bayesformer.methods.points import Ensemble, Map, MCDropout, Mle
 from bayesformer.methods.sampling import Baoab, Psgld, Sghmc, Sgld, Sgnht
 from bayesformer.methods.stochastic_attention import Attention
+from bayesformer.methods.temperature_scaling import TemperatureScaling
 from bayesformer.methods.variational_weights import Ivon, Vi
 from bayesformer.train.problem import Method, Problem
 
 __all__ = [
     "ADAPTER_METHODS",
+    "EVERY_METHOD",
     "METHODS",
     "Attention",
     "Baoab",
@@ -48,6 +51,7 @@ __all__ = [
     "Sgld",
     "Sgnht",
     "Swag",
+    "TemperatureScaling",
     "Tfb",
     "Vi",
     "build_method",
@@ -79,13 +83,15 @@ METHODS: dict[str, type[Any]] = {
 ADAPTER_METHODS: dict[str, type[Any]] = {"blob": Blob, "tfb": Tfb}
 """Methods for models with LoRA adapters of PEFT; they refuse others."""
 
+EVERY_METHOD: dict[str, type[Any]] = METHODS | ADAPTER_METHODS | {"temperature_scaling": TemperatureScaling}
+"""What experiments can name: also those that need adapters, or validation data."""
+
 
 def build_method(name: str, settings: dict[str, Any] | None = None) -> Method:
     """A method from its name and settings."""
-    every = METHODS | ADAPTER_METHODS
-    if name not in every:
-        raise unknown_name("method", name, every)
-    kind = every[name]
+    if name not in EVERY_METHOD:
+        raise unknown_name("method", name, EVERY_METHOD)
+    kind = EVERY_METHOD[name]
     known = [f.name for f in fields(kind)]
     for key in settings or {}:
         if key not in known:

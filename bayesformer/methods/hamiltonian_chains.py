@@ -114,10 +114,10 @@ class HamiltonianChains(ABC):
         name = type(self).__name__.lower()
         prototype = Prototype(problem, evaluation=True)
         self.check(prototype)
+        metric = self.metric_for(prototype.space.select(self.subset).size, prototype)
         modes = find_modes(prototype, name, self.prior, float(self.start == "mode"), self.chains)
         wide = widened(prototype, modes) if self.precision == "float64" else prototype
         part = subset_stage(wide, replace(modes, theta=modes.theta.to(wide.space.dtype)), self.subset)
-        metric = self.metric_for(part.space.size, wide)
         stage = Stage(
             wide,
             name,
@@ -174,7 +174,7 @@ class HamiltonianChains(ABC):
         """The kind of mass matrix for P weights; a dense one that does not fit memory is said, and not used."""
         if self.metric != "dense":
             return "dense" if self.metric == "auto" and size <= DENSE else "diagonal"
-        wanted = MATRICES * size**2 * torch.finfo(prototype.space.dtype).bits // 8
+        wanted = MATRICES * size**2 * torch.finfo(getattr(torch, self.precision)).bits // 8
         there = memory_of(prototype.skeleton.device) or _physical_memory()
         if wanted <= SHARE_OF_MEMORY * there:
             return "dense"

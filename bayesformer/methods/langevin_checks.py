@@ -42,7 +42,8 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
             Doubt(
                 "length",
                 f"{epochs * run.chains} epochs of sampling are worth about {typical:.1f} independent draws; "
-                f"{needed} epochs would be worth {FEWEST:.0f}. Raise {run.name}.epochs, or leave it at 'auto'.",
+                f"{needed} epochs would be worth {FEWEST:.0f}. Raise {run.name}.epochs"
+                + ("." if run.method.epochs == "auto" else ", or leave it at 'auto'."),
                 typical,
                 FEWEST,
             )

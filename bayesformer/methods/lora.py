@@ -80,15 +80,8 @@ class Blob:
         """Train means, standard deviations and all point weights together."""
         refuse_earlier(problem, "blob")
         prototype = Prototype(problem, self.preparation)
-        means, roots = (prototype.space.select(pattern) for pattern in (A_WEIGHTS, ROOTS))
-        build = partial(
-            self.build,
-            means=_index(prototype.space, means, prototype.skeleton.device),
-            roots=_index(prototype.space, roots, prototype.skeleton.device),
-        )
-        identity = {"settings": repr(replace(self, draws=1))}
-        fitted = fit_stage(Stage(prototype, "blob", problem.training, build=build, identity=identity), 1)
-        law = _law(prototype, fitted, means)
+        fitted = fit_stage(self.stage(prototype), 1)
+        law = _law(prototype, fitted, prototype.space.select(A_WEIGHTS))
         facts = facts_of("blob", self, prototype, fitted)
         return Posterior(
             model=prototype.model,
@@ -100,6 +93,16 @@ class Blob:
             default_draws=self.draws,
             facts=facts,
         )
+
+    def stage(self, prototype: Prototype) -> Stage:
+        """The training of a prototype that has a random A in every adapter."""
+        means, roots = (
+            _index(prototype.space, prototype.space.select(pattern), prototype.skeleton.device)
+            for pattern in (A_WEIGHTS, ROOTS)
+        )
+        build = partial(self.build, means=means, roots=roots)
+        identity = {"settings": repr(replace(self, draws=1))}
+        return Stage(prototype, "blob", prototype.problem.training, build=build, identity=identity)
 
     def build(
         self, log_joint: LogJoint, training: Training, steps: int, num_data: int, means: Tensor, roots: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from bayesformer.inference.stiff_baoab import StiffSettings, StiffState
 from bayesformer.layers import has_random_parts
 from bayesformer.posterior import Posterior
 from bayesformer.train.anchored import anchored_optima, prior_scale
+from bayesformer.train.collect import Collect
 from bayesformer.train.coordinates import centred
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 FRICTION = 0.3
 TIMES = 5  # the training's epochs, for weights that start fresh
 PRODUCTS, EXAMPLES = 5, 100  # for the largest curvature before the chains run
+PILOT, FEWEST_STEPS = 60, 20  # steps that tell whether batches heat a chain, and below which they cannot
+BOILING = 2.0  # temperature along stiff directions above which they do
 HOT = 1.2  # kinetic temperature above which the spread is too wide
 ASKED = 32  # examples at which the draws are compared
 LOOKED_AT = 512  # outputs among them
@@ -100,13 +104,14 @@ def fit_network_chains(run: ChainRun) -> Posterior:
     fixed = plan_of(run)
     run = replace(run, count=fixed.chains, earlier=run)
     part, trainings = starts_of(run, fixed)
+    fixed, pilot = piloted(run, part, fixed)
     largest = largest_at(part, vector_prior(run.prototype, run.method.prior, part.space))
     log.info(forecast(fixed, largest))
     doubts = doubt_of_length(fixed, largest, run.name) + _of_model(run)
     for doubt in doubts:
         log.warning(doubt.sentence)
     fitted = fit_stage(chain_stage(run, part, fixed), fixed.chains)
-    measured = _measured(fitted, fixed, largest)
+    measured = _measured(fitted, fixed, largest) | {"pilot_temperature": pilot}
     doubts += _of_temperature(measured, fixed.chains * part.space.size)
     facts = facts_of(run.name, run.method, run.prototype, *trainings, fitted)
     facts |= {"chains": fixed.chains, "starts": _starts(run), "network": measured}
@@ -115,7 +120,7 @@ def fit_network_chains(run: ChainRun) -> Posterior:
     return posterior_of(run.prototype, made.law, facts | recorded(doubts + _of_draws(measured)))
 
 
-def plan_of(run: ChainRun) -> NetworkPlan:
+def plan_of(run: ChainRun, whole: bool = False) -> NetworkPlan:
     """How the epochs are spent: as given, five times the training's for fresh weights, or once."""
     method, made = run.method, run.prototype
     trained = mode_training(made, 1.0).epochs
@@ -131,7 +136,28 @@ def plan_of(run: ChainRun) -> NetworkPlan:
         batch=made.data.batch_size,
         most_rows=max(FEWEST_ROWS, room_for(2 * size, made.skeleton.device)),
         fewest_steps=math.ceil(draws / (1 - method.burn_in)) + 1,
+        whole=whole,
     )
+
+
+def piloted(run: ChainRun, part: SubsetStage, fixed: NetworkPlan) -> tuple[NetworkPlan, float | None]:
+    """The plan, or one with gradients over all data where a few steps of the first chain are hot in stiff directions.
+
+    Friction is there along as many stiff directions as scores show, 50 at most. Where the data determine thousands
+    (a classifier of many classes and weights), the noise of the batches heats all others: momenta along them were at 8
+    to 14 times their temperature on digits, and the chain forgot in 60 steps what its start had learned.
+    """
+    steps = min(PILOT, fixed.steps // 10)
+    if fixed.longest == 1 or steps < FEWEST_STEPS:
+        return fixed, None
+    copies = [replace(start, theta=start.theta.clone()) for start in part.starts]  # a chain moves its start
+    stage = chain_stage(run, replace(part, starts=copies), replace(fixed, steps=steps))
+    stage = replace(stage, label=f"{run.name}-pilot", collect=partial(Collect.spread, burn_in=0, count=1))
+    heat = _measured(fit_stage(stage, 1), fixed, 1.0)["stiff_temperature"]
+    if heat <= BOILING:
+        return fixed, heat
+    log.info("%s takes gradients over all data: batches of %d heat it %.1f times", run.name, fixed.batch, heat)
+    return plan_of(run, whole=True), heat
 
 
 def starts_of(run: ChainRun, fixed: NetworkPlan) -> tuple[SubsetStage, list[Fitted]]:
@@ -255,13 +281,17 @@ def _of_model(run: ChainRun) -> list[Doubt]:
 def _of_temperature(measured: dict[str, Any], numbers: int) -> list[Doubt]:
     """Whether the noise of the batches has heated the chains, by more than momenta fluctuate by themselves."""
     heat, limit = measured["temperature"], max(HOT, 1 + 3 * math.sqrt(2 / numbers))
+    what = "kinetic temperature"
+    if not heat > limit:
+        heat, limit, what = measured["stiff_temperature"], BOILING, "temperature along stiff directions"
     if not heat > limit:
         return []
     return [
         Doubt(
             "temperature",
-            f"The chain was too hot by batch noise (kinetic temperature {heat:.2f} instead of 1): its spread is too "
-            "wide. Give it more epochs, whose starts are nearer to the posterior, or data in larger batches.",
+            f"The chain was too hot ({what} {heat:.2f} instead of 1), by batch noise or by steps too long for its "
+            "curvature: its spread is too wide. Give it more epochs, whose starts are nearer to the posterior, or data "
+            "in larger batches.",
             heat,
             limit,
         )

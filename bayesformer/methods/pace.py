@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from bayesformer.train.coordinates import Coordinates
 
 MOST_EPOCHS = 200  # of sampling, over all chains, where the regime is Gaussian
+FEWEST_STEPS = 800  # of chains that are slow per step, whatever the epochs: what 200 epochs of 200 examples have
 STABLE = 0.5  # time steps, in units of 1/√λmax, for momenta: BAOAB is exact there, SGHMC's variance 2 % too large
 EULER = 0.1  # largest step of a Langevin chain, whose variance is 1 / (1 - h λ/2) too large
 ALONG = 3.0  # how much stiffer a network's posterior is along a chain than where it starts
@@ -69,7 +70,7 @@ def langevin_pace(found: Coordinates, per_epoch: float, temperature: float = 1.0
         return _network_langevin(found, per_epoch)
     stiffest = max(found.largest, 1.0)
     step = min(0.5 * _cold(temperature, 1 / 2) / per_epoch, EULER) / stiffest
-    return Pace(step, None, _length(150, step * per_epoch, 0.5), per_epoch)
+    return Pace(step, None, max(_length(150, step * per_epoch, 0.5), _floor(per_epoch)), per_epoch)
 
 
 def preconditioned_pace(found: Coordinates, per_epoch: float, temperature: float = 1.0) -> Pace:
@@ -77,7 +78,7 @@ def preconditioned_pace(found: Coordinates, per_epoch: float, temperature: float
     if found.regime == "network":
         return _network_langevin(found, per_epoch)
     step = min(_cold(temperature, 1 / 2) / per_epoch, 0.3 / found.largest)
-    return Pace(step, None, _length(150, step * per_epoch, 1.0), per_epoch)
+    return Pace(step, None, max(_length(150, step * per_epoch, 1.0), _floor(per_epoch)), per_epoch)
 
 
 def thermostat_pace(found: Coordinates, per_epoch: float, temperature: float = 1.0) -> Pace:
@@ -92,7 +93,12 @@ def thermostat_pace(found: Coordinates, per_epoch: float, temperature: float = 1
     alpha, noise = 0.7, per_epoch * math.sqrt(max(found.largest, 1.0)) / _cold(temperature, 1)
     least = (math.sqrt(4 * alpha**2 + 4 * noise * COOL) - 2 * alpha) / (2 * noise)  # h (2α + h noise) = COOL
     step = min(0.25 / noise, least, STABLE / math.sqrt(found.largest))
-    return Pace(step, alpha, MOST_EPOCHS, per_epoch)
+    return Pace(step, alpha, max(MOST_EPOCHS, _floor(per_epoch)), per_epoch)
+
+
+def _floor(per_epoch: float) -> int:
+    """Epochs of the fewest steps that a chain with a small step must have: small data lack steps, not epochs."""
+    return math.ceil(FEWEST_STEPS / per_epoch)
 
 
 def _length(epochs: int, time: float, usual: float) -> int:

@@ -14,7 +14,7 @@ from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.adapter_penalty import AdapterPenalty, adapter_factors
 from bayesformer.train.coordinates import polished
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
-from bayesformer.train.mode_doubts import of_mode
+from bayesformer.train.mode_doubts import of_mode, of_training
 from bayesformer.train.objective import Term
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
@@ -116,8 +116,9 @@ def fit_points(
 ) -> Posterior:
     """Train `members` networks and hold them, with their buffers, as a posterior."""
     fitted = fit_members(name, prototype, members, prior, terms)
-    law = Samples(fitted.theta, fitted.buffers)
-    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), **how)
+    facts = facts_of(name, method, prototype, fitted)
+    facts |= recorded(of_training(facts["converged"]))
+    return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, **how)
 
 
 def fit_members(

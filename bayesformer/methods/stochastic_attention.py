@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -102,7 +102,8 @@ class Attention:
             validation=prototype.validation if self.early_stopping else None,
             kl_weight=Annealing(self.temperature, self.annealing, self.rho),
             samples=self.samples,
-            identity={"settings": repr(self)},
+            # how it predicts is no part of the training, which cells that differ in that share
+            identity={"settings": repr(replace(self, draws=0, keep_dropout=True))},
         )
         fitted = fit_stage(stage, 1)
         return posterior_of(

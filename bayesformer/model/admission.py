@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from bayesformer.core.compat import compiled_from, is_distributed
+from bayesformer.core.compat import compiled_from, has_forward_hooks, is_distributed
 
+MASK = "attention_mask"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -108,3 +110,20 @@ def _spans(parameters: Iterable[tuple[str, Tensor]], inferred: set[View | int]) 
         if key not in seen and parameter.layout is torch.strided and parameter.numel():
             seen.add(key)
             yield *span(parameter), name, key in inferred
+
+
+def check_names(model: nn.Module, inputs: object, name: str) -> None:
+    """Refuse keyword arguments that a model's forward does not take; a hook before it may take others."""
+    model = unwrap(model)
+    if not isinstance(inputs, Mapping) or has_forward_hooks(model):
+        return
+    taken = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return
+    unknown = [key for key in inputs if key not in taken]
+    if unknown:
+        made = " It says what is padding, and is made here for sequences of unequal lengths." if MASK in unknown else ""
+        raise ValueError(
+            f"{name}: inputs must be arguments of the model's forward, {', '.join(taken)}; "
+            f"got {', '.join(unknown)}.{made}"
+        )

@@ -27,12 +27,21 @@ def call(model: nn.Module, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments; values that are not tensors (use_cache=False, lists) are passed as they are."""
+    """Positional and keyword arguments; values that are not tensors (use_cache=False, lists) are passed as they are.
+
+    Tensors are copies: a forward that works in place on its input, as a first nn.ReLU(inplace=True) does, would
+    otherwise change the user's data, and what the next pass sees.
+    """
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
+        return (), {name: _own(value) for name, value in inputs.items()}
     if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    return (inputs,), {}
+        return tuple(_own(value) for value in inputs), {}
+    return (_own(inputs),), {}
+
+
+def _own(value: Any) -> Any:
+    # a tensor that is differentiated must be the very one; autograd refuses to write into it
+    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def select_output(output: Any) -> Tensor:

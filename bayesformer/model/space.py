@@ -189,6 +189,10 @@ def _choose(choice: Choice, names: Others, weights: Mapping[str, Tensor], label:
         if not chosen:
             raise ValueError(f"{label} must choose at least one weight; the predicate chose none of {len(names)}.")
     else:
+        if choice is not None and not isinstance(choice, str | Iterable):
+            raise ValueError(
+                f"{label} must be a pattern, several, or a function (name, weight) -> bool; got {choice!r}."
+            )
         patterns = [choice] if isinstance(choice, str) else list(choice or ())
         if not patterns:
             raise ValueError(f"{label} must name at least one pattern; got an empty {type(choice).__name__}.")

@@ -16,20 +16,22 @@ from bayesformer.models.transformer import Encoder
 class FeatureTransformer(nn.Module):
     """Rows of F numbers in, a mean and a raw scale per value out: for `likelihoods.Gaussian(scale=None)`.
 
+    With `scales=False` means alone, for a known scale.
+
     Gorishniy et al. (2021), "Revisiting deep learning models for tabular data": feature j is the token x_j w_j + b_j,
     and the answer is read off a class token before them. All w, b and the class token are columns of one linear map,
     applied to rows [1, 0, 0] and [0, x_j e_j, e_j], so that whatever knows a linear layer knows the tokens.
     """
 
-    def __init__(self, encoder: Encoder, features: int, outputs: int = 1) -> None:
+    def __init__(self, encoder: Encoder, features: int, outputs: int = 1, scales: bool = True) -> None:
         super().__init__()
         check_positive(features=features, outputs=outputs)
         self.features = features
         self.embedding, self.encoder = Linear(1 + 2 * features, encoder.dim, bias=False), encoder
-        self.projection = Linear(encoder.dim, 2 * outputs)
+        self.projection = Linear(encoder.dim, 2 * outputs if scales else outputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """From (B, F) to (B, 2 outputs): the means, then the scales before softplus."""
+        """From (B, F) to (B, 2 outputs): the means, then the scales before softplus, if any."""
         # √D as in `Regressor`: without it a value is drowned by its position.
         tokens = math.sqrt(self.encoder.dim) * self.embedding(self.rows(inputs))  # (B, 1 + F, D)
         return self.projection(self.encoder(tokens)[:, 0])

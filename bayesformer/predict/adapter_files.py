@@ -123,7 +123,8 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
     try:
         return PeftModel.from_pretrained(private, str(folder), adapter_name=_active(folder), is_trainable=True)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise DamagedFileError(f"posterior {folder} belongs to another base model: {error}") from error
+        first = " ".join(line.strip() for line in str(error).splitlines()[:2])  # one mismatch of all that PEFT lists
+        raise DamagedFileError(f"posterior {folder} belongs to another base model: {first}") from error
 
 
 def _active(folder: Path) -> str:

@@ -20,6 +20,7 @@ from bayesformer.evaluate.conformal import (
     rank_of_quantile,
     residual_scores,
 )
+from bayesformer.likelihoods.language import batches_for
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def uniforms(seed: int, purpose: str, count: int, device: torch.device) -> Tenso
 def paired_predictions(posterior: Posterior, data: Any, name: str) -> list[tuple[Predictive, Tensor]]:
     """Predictions for labelled data in any form, and their targets, where they count; a pair per pass."""
     found = []
-    for batch in as_batches(data, name).in_order(PASS, posterior.device):
+    for batch in batches_for(posterior.model, as_batches(data, name)).in_order(PASS, posterior.device):
         predictive = posterior.predict(batch.inputs, full=True)
         found.append(posterior.likelihood.pairs(predictive, batch.targets, batch.mask))
     return found

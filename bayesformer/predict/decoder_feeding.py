@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bayesformer.core.types import Inputs
-from bayesformer.data.unlabelled import Asked, InputBatches
+from bayesformer.data.unlabelled import Asked, InputBatches, TensorInputs
 from bayesformer.likelihoods.language import decoder_inputs, generates_from_labels, unwrapped
 
 
@@ -19,6 +19,8 @@ def fed(model: nn.Module, data: InputBatches) -> InputBatches:
     """
     if not generates_from_labels(unwrapped(model)):
         return data
+    if isinstance(data, TensorInputs):
+        return TensorInputs(decoder_inputs(model, data.inputs, data.labels), "inputs", data.labels, data.mask)
     found = FedInputs(model, data)
     found.first(1)
     return found
@@ -47,6 +49,10 @@ class FedInputs:
     def first_labelled(self, count: int) -> Asked:
         """The same with the labels that there are."""
         return self._fed(self.data.first_labelled(count))
+
+    def padded_with(self, token: int) -> FedInputs:
+        """The same inputs, padded with `token`."""
+        return FedInputs(self.model, self.data.padded_with(token))
 
     def _fed(self, asked: Asked) -> Asked:
         return asked._replace(inputs=decoder_inputs(self.model, asked.inputs, asked.labels))

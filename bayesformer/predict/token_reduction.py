@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.seeds import fold
-from bayesformer.core.types import Draws, GaussianOutputs
+from bayesformer.core.types import Draws
 from bayesformer.data.inputs import first_tensor
 from bayesformer.data.unlabelled import Asked
 from bayesformer.likelihoods import Likelihood
@@ -153,18 +153,15 @@ def reduced_rounds(
         yield join_tokens([reduction.result() for reduction in reductions])
 
 
-def drawn_in_groups(
-    outputs: GaussianOutputs | Draws, draws: int, link: Link | None, seed: int, batch: int
-) -> Iterator[tuple[int, int]]:
+def drawn_in_groups(numbers: int, draws: int, link: Link | None, seed: int) -> Iterator[tuple[int, int]]:
     """How many draws of Gaussian outputs to make at once, and from which seed, group after group.
 
-    The first group of the first batch has the seed itself, so that few draws of few examples are those of the full
-    predictive. A closed form needs one group.
+    A batch has so many `numbers`. The first group has the seed itself, so that draws that fit into it are those of the
+    full predictive, whatever the batches. A closed form needs one group.
     """
-    drawn = link in (None, "mc") and isinstance(outputs, GaussianOutputs)
-    each = max(1, HELD_NUMBERS // outputs[0].numel()) if drawn else draws
+    each = max(1, HELD_NUMBERS // numbers) if link in (None, "mc") else draws
     for number, start in enumerate(range(0, draws, each)):
-        yield min(each, draws - start), seed if batch == number == 0 else fold(seed, "outputs", batch, number)
+        yield min(each, draws - start), fold(seed, "outputs", number) if number else seed
 
 
 def _rounds(asked: Iterable[Asked], examples: int) -> Iterator[list[Asked]]:

@@ -73,6 +73,8 @@ def as_prior(prior: PriorLike) -> Prior:
         if not prior:
             raise ValueError("prior must have at least one pattern; got an empty mapping.")
         return Prior({p: parse_law(law) if isinstance(law, str) else law for p, law in prior.items()})
+    if not (prior is None or isinstance(prior, str) or hasattr(prior, "log_prob")):
+        raise ValueError(f"prior must be a law, its text such as 'normal(0, 1)', or a dict by pattern; got {prior!r}.")
     return Prior({"*": parse_law(prior) if isinstance(prior, str) else prior})
 
 

@@ -1,4 +1,4 @@
-"""A small vision transformer on a few hundred handwritten digits."""
+"""A small vision transformer on a few handwritten digits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bayesformer.train.training import Training
 
 @dataclass(frozen=True)
 class DigitsPatches(ReferenceProblem):
-    """A vision transformer of about two thousand weights on 8x8 digits; long HMC."""
+    """A vision transformer of 1690 weights on 50 of the 8x8 digits; long HMC."""
 
-    examples: int = 100
+    examples: int = 50
     """training images"""
-    dim: int = 16
+    dim: int = 12
     """width of the transformer"""
     heads: int = 2
     """attention heads"""
@@ -62,4 +62,4 @@ class DigitsPatches(ReferenceProblem):
     @property
     def sampler(self) -> Method:
         """Trajectories about as long as the prior is wide, which the stiffest directions cut into many steps."""
-        return Hmc(length=2.0, metric="diagonal", draws=100, thin=1, warm_up=60)
+        return Hmc(length=2.0, metric="diagonal", draws=400, thin=1, warm_up=80, target=0.7)

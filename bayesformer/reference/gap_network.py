@@ -11,6 +11,8 @@ from bayesformer.core.seeds import generator
 from bayesformer.data import Data
 from bayesformer.likelihoods import Gaussian, Likelihood
 from bayesformer.methods import Hmc, Method
+from bayesformer.models.tabular import FeatureTransformer
+from bayesformer.models.transformer import Encoder
 from bayesformer.reference.problem_kind import ProblemData, ReferenceProblem
 
 
@@ -55,6 +57,10 @@ class GapNetwork(ReferenceProblem):
     def model(self) -> nn.Module:
         """One hidden layer of tanh, from (B, 1) to (B, 1)."""
         return nn.Sequential(nn.Linear(1, self.hidden), nn.Tanh(), nn.Linear(self.hidden, 1))
+
+    def attentive(self) -> nn.Module:
+        """A transformer whose tokens are a class token and the input, from (B, 1) to (B, 1)."""
+        return FeatureTransformer(Encoder(16, 1, 2, mlp_ratio=2, max_length=2), features=1, scales=False)
 
     @property
     def sampler(self) -> Method:

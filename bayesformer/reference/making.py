@@ -37,7 +37,13 @@ def make(name: str, place: Path | None = None, reporter: Reporter | None = None,
     A sampler that was interrupted resumes from its checkpoints, which lie beside the references until it has ended.
     With several workers chains run at the same time.
     """
-    problem, place = problem_of(name), place or folder()
+    return make_reference(name, problem_of(name), place or folder(), reporter, workers)
+
+
+def make_reference(
+    name: str, problem: ReferenceProblem, place: Path, reporter: Reporter | None = None, workers: int = 1
+) -> Path:
+    """The same for a problem that is given, under a name and in a folder of its own."""
     data = problem.data()
     exact = problem.exact(data)
     if exact is None:

@@ -74,6 +74,10 @@ class ReferenceProblem(ABC):
     def model(self) -> nn.Module:
         """A new model with freshly drawn weights."""
 
+    def attentive(self) -> nn.Module:
+        """Another network, with attention, for the same data: for methods that need one. Its posterior is not known."""
+        raise ValueError(f"network must be 'own' on this problem ({self.description}), which has no other.")
+
     @property
     def sampler(self) -> Method:
         """The chains that make the reference, where there is no closed form."""

@@ -3,67 +3,73 @@
     error   RMS over the weights of (mean - exact mean) / exact sd
     ratio   median over the weights of sd / exact sd; of a diagonal family, over the best diagonal, H_ii^-½
     logits  the same ratio for the outputs at new inputs, where the exact posterior is one of long chains (NUTS)
+    spread  of networks: the median ratio of the standard deviation of the function to HMC's, by region of inputs
 
-A fit is right if both are within the bar. What it doubts of itself is counted beside: doubts of right fits are false
-alarms, doubts of wrong ones are catches. Results are stored one by one, so that a second call runs what is missing.
+A fit is right if all of them are within the bar. What it doubts of itself is counted beside: doubts of right fits are
+false alarms, doubts of wrong ones are catches. Results are stored one by one, so that a second call runs what is
+missing; so are posteriors that had to be sampled.
 """
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
-
-from bayesformer.core.seeds import generator, stream
 from bayesformer.core.storage import read_json, write_json
-from bayesformer.fitting import fit
 from bayesformer.laws import GaussianLaw
-from bayesformer.likelihoods import Bernoulli, Gaussian, Likelihood, as_likelihood
 from bayesformer.methods import build_method
-from bayesformer.posterior import Posterior
-from bayesformer.reference.logistic_regression import LogOdds
+from bayesformer.study.bar_networks import NETWORKS, file_name, measure_network, truth_of_network, truths_table
+from bayesformer.study.bar_problems import KnownProblem, Truth, exact_truth, problems, quiet_fit, sampled_truth
 
-WEIGHTS = 20  # of the regressions
-CHAINS, KEPT = 4, 500  # of the reference where it is not exact
-
-
-@dataclass(frozen=True)
-class KnownProblem:
-    """Data, a model and the mean and spread of its exact posterior under the prior N(0, 1)."""
-
-    model: Callable[[], nn.Module]
-    data: tuple[Tensor, Tensor]
-    likelihood: Likelihood
-    asked: Tensor  # new inputs
-    mean: Tensor | None = None  # (P,), where it is known in closed form
-    precision: Tensor | None = None  # (P, P)
+Row = Mapping[str, Any]
+MARK, END = "<!-- bars -->", "<!-- end of bars -->"
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(Protocol):
     """What a fit must reach to count as right."""
+
+    def holds(self, row: Row, slack: float = 1.0) -> bool:
+        """Whether a row is within the bar, or within `slack` times its width."""
+
+
+@dataclass(frozen=True)
+class WeightBar:
+    """A bar for the mean and the spread of the weights, and for the spread of logits where that is known."""
 
     error: float
     low: float
     high: float
 
-    def holds(self, row: Mapping[str, Any], slack: float = 1.0) -> bool:
+    def holds(self, row: Row, slack: float = 1.0) -> bool:
         """Whether a row is within the bar, or within `slack` times its width."""
         ratios = [row["ratio"], *([row["logits"]] if row.get("logits") is not None else [])]
         low, high = 1 - slack * (1 - self.low), 1 + slack * (self.high - 1)
         return row["error"] < slack * self.error and all(low <= ratio <= high for ratio in ratios)
 
 
-LINEAR, LOGISTIC, SOFTMAX = Bar(0.3, 0.85, 1.15), Bar(0.4, 0.8, 1.2), Bar(0.4, 0.9, 1.1)
+@dataclass(frozen=True)
+class FactorBar:
+    """A bar for the spread of a function: within a factor in every region of inputs."""
+
+    factor: float
+
+    def holds(self, row: Row, slack: float = 1.0) -> bool:
+        """Whether every ratio is within the factor, or within `slack` times of it."""
+        most = slack * self.factor
+        return all(1 / most <= ratio <= most for ratio in row["spread"].values())
+
+
+BARS: dict[str, Bar] = {
+    "linear": WeightBar(0.3, 0.85, 1.15),
+    "logistic": WeightBar(0.4, 0.8, 1.2),
+    "softmax": WeightBar(0.4, 0.9, 1.1),
+}
+NETWORK_BAR = FactorBar(2.0)
 
 RIGHT: dict[str, dict[str, Any]] = {
     "sgld": {},
@@ -88,102 +94,20 @@ WRONG: dict[str, dict[str, Any]] = {
     "sgld lr=0.0002": {"lr": 2e-4, "warm_up": 0.5, "draws": 30},
 }
 """Fits that cannot be right: too short, or with one step size for every problem."""
+ON_NETWORKS: dict[str, dict[str, Any]] = {
+    "sghmc": {},
+    "baoab": {},
+    "sghmc 10 epochs": {"epochs": 10},
+    "sgld": {},
+    "vi": {},
+    "laplace sampled": {"structure": "full", "prior_precision": 1.0, "predictive": "sampled"},
+}
+"""Methods that are run on networks; only the first two can be right there."""
 
 
-def problems() -> dict[str, tuple[Bar, Callable[[int], KnownProblem]]]:
-    """Every problem by name, with its bar."""
-    found: dict[str, tuple[Bar, Callable[[int], KnownProblem]]] = {}
-    for count in (200, 1000, 5000):
-        for condition in (10, 1000):
-            found[f"linear N={count} k={condition}"] = (LINEAR, _with(linear, count, condition))
-    for count in (100, 500, 2000):
-        found[f"logistic N={count}"] = (LOGISTIC, _with(logistic, count))
-    for width in (64, 256):
-        found[f"softmax P={10 * width + 10}"] = (SOFTMAX, _with(softmax, width))
-    return found
-
-
-def _with(make: Callable[..., KnownProblem], *arguments: int) -> Callable[[int], KnownProblem]:
-    return lambda seed: make(*arguments, seed)
-
-
-def linear(count: int, condition: int, seed: int) -> KnownProblem:
-    """Linear regression with noise 1 and inputs of a condition number."""
-    source = generator(seed, "bars", "linear", count, condition)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
-
-    turn, _ = torch.linalg.qr(randn(WEIGHTS, WEIGHTS))
-    scale = torch.logspace(0, -math.log10(condition), WEIGHTS, dtype=torch.float64, device="cpu")
-    inputs = randn(count + 50, WEIGHTS) @ (turn * scale) @ turn.T
-    inputs = inputs / inputs.std()
-    x, asked = inputs[:count], inputs[count:]
-    y = x @ randn(WEIGHTS, 1) + randn(count, 1)
-    precision = x.T @ x + torch.eye(WEIGHTS, dtype=torch.float64, device="cpu")
-    mean = torch.linalg.solve(precision, x.T @ y)[:, 0]
-    model = lambda: nn.Linear(WEIGHTS, 1, bias=False, device="cpu")  # noqa: E731
-    return KnownProblem(model, (x.float(), y.float()), Gaussian(1.0), asked.float(), mean, precision)
-
-
-def logistic(count: int, seed: int) -> KnownProblem:
-    """Logistic regression with correlated inputs."""
-    source = generator(seed, "bars", "logistic", count)
-    place = torch.arange(WEIGHTS, device="cpu")
-    root = torch.linalg.cholesky(0.8 ** (place[:, None] - place).abs().double())
-    inputs = torch.randn(count + 50, WEIGHTS, generator=source, dtype=torch.float64, device="cpu") @ root.T
-    truth = torch.randn(WEIGHTS, generator=source, dtype=torch.float64, device="cpu")
-    chance = torch.rand(count, generator=source, dtype=torch.float64, device="cpu")
-    y = (chance < torch.sigmoid(inputs[:count] @ truth)).float()
-    inputs = inputs.float()
-    return KnownProblem(lambda: LogOdds(WEIGHTS, bias=False), (inputs[:count], y), Bernoulli(), inputs[count:])
-
-
-def softmax(width: int, seed: int, count: int = 1000, classes: int = 10) -> KnownProblem:
-    """The last layer of a classifier: softmax regression on fixed ReLU features of variance about 1."""
-    source = generator(seed, "bars", "softmax", width)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source, device="cpu")
-
-    inputs = randn(count + 50, 10)
-    features = torch.relu(inputs @ randn(10, width) / math.sqrt(10)) * math.sqrt(2 / width) * 4
-    logits = features @ randn(width, classes)
-    y = torch.multinomial(logits[:count].softmax(1), 1, generator=source)[:, 0]
-    model = lambda: nn.Linear(width, classes, device="cpu")  # noqa: E731
-    return KnownProblem(model, (features[:count], y), as_likelihood("categorical"), features[count:])
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What fits are compared with: mean and spread of the weights, the best diagonal, the spread of outputs."""
-
-    mean: Tensor
-    sd: Tensor
-    diagonal: Tensor | None
-    outputs: Tensor | None
-
-
-def truth_of(problem: KnownProblem, seed: int, precision: float = 1.0) -> Truth:
-    """The exact posterior under N(0, 1/precision); from long chains where there is no closed form."""
-    if problem.precision is not None and problem.mean is not None:
-        eye = torch.eye(len(problem.mean), dtype=torch.float64, device="cpu")
-        changed = problem.precision + (precision - 1) * eye
-        mean = torch.linalg.solve(changed, problem.precision @ problem.mean)
-        return Truth(mean, torch.linalg.inv(changed).diagonal().sqrt(), changed.diagonal().rsqrt(), None)
-    settings = {"chains": CHAINS, "draws": KEPT, "prior": f"normal(0, {precision**-0.5!r})"}
-    found = _fit(problem, build_method("nuts", settings), seed)
-    draws = found.theta.double()
-    outputs = found.outputs(problem.asked).values.double()  # type: ignore[union-attr]
-    return Truth(draws.mean(0), draws.std(0), None, outputs.std(0))
-
-
-def _fit(problem: KnownProblem, method: Any, seed: int) -> Posterior:
-    with stream(seed, "bars"):
-        model = problem.model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return fit(model, problem.data, likelihood=problem.likelihood, method=method, seed=seed, progress=False)
+def bar_of(problem: str) -> Bar:
+    """The bar of a problem by its name."""
+    return NETWORK_BAR if problem in NETWORKS else BARS[problem.split(maxsplit=1)[0]]
 
 
 def measure(label: str, problem: KnownProblem, truth: Truth, seed: int) -> dict[str, Any]:
@@ -193,11 +117,11 @@ def measure(label: str, problem: KnownProblem, truth: Truth, seed: int) -> dict[
     if name == "laplace" and problem.precision is None:
         settings["prior_precision"] = 1.0  # the prior of the chains that it is compared with
     began = time.perf_counter()
-    posterior = _fit(problem, build_method(name, settings), seed)
+    posterior = quiet_fit(problem, build_method(name, settings), seed)
     seconds = time.perf_counter() - began
     chosen = posterior.facts.get("prior_precision")
     if problem.precision is not None and chosen:
-        truth = truth_of(problem, seed, float(chosen[0]))
+        truth = exact_truth(problem, float(chosen[0]))
     law = posterior.law
     mean, spread = (law.mean, law.sd) if isinstance(law, GaussianLaw) else (law.mean, posterior.theta.std(0))
     exact = truth.diagonal if label in DIAGONAL and truth.diagonal is not None else truth.sd
@@ -217,74 +141,180 @@ def run(
     names: Sequence[str], methods: Sequence[str], seeds: Iterable[int], path: Path, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """All rows of these problems, methods and seeds; those that are not in the file are run and added to it."""
-    rows: list[dict[str, Any]] = read_json(path, "bars")["rows"] if path.exists() else []
-    known = {(row["problem"], row["method"], row["seed"]) for row in rows}
-    every = {**RIGHT, **WRONG}
-    for name, (_, make) in problems().items():
+    rows = read_rows(path) if path.exists() else []
+    known = {_key(row) for row in rows}
+    for name in [*problems(), *NETWORKS]:
         if not any(fnmatchcase(name, pattern) for pattern in names):
             continue
+        wanted = [m for m in _methods_on(name) if any(fnmatchcase(m, pattern) for pattern in methods)]
         for seed in seeds:
-            wanted = [m for m in every if any(fnmatchcase(m, pattern) for pattern in methods)]
-            missing = [m for m in wanted if (name, m, seed) not in known and _applies(name, m)]
+            missing = [method for method in wanted if (name, method, seed) not in known]
             if not missing:
                 continue
-            problem = make(seed)
-            truth = truth_of(problem, seed)
+            fitted = _fitter(name, seed, path.parent)
             for method in missing:
-                row = {"problem": name, "method": method, "seed": seed, **measure(method, problem, truth, seed)}
+                row = {"problem": name, "method": method, "seed": seed, **fitted(method)}
                 rows.append(row)
                 write_json(path, {"rows": rows})
-                say(f"{name}, {method}, seed {seed}: error {row['error']:.2f}, ratio {row['ratio']:.2f}")
+                say(f"{name}, {method}, seed {seed}: {_numbers(row)}")
     return rows
 
 
-def _applies(problem: str, method: str) -> bool:
-    """Fits that are to be caught are made on the small problems only; a full matrix for at most 2000 weights."""
-    if method in WRONG:
-        return problem.startswith("linear N=200") or problem == "linear N=1000 k=10"
-    return not (method == "laplace full" and problem == "softmax P=2570")
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of results."""
+    rows: list[dict[str, Any]] = read_json(path, "bars")["rows"]
+    return rows
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line per problem and method: medians over seeds, the worst seed, whether the bar holds, doubts."""
+def add_rows(path: Path, others: Sequence[Path]) -> None:
+    """Write the rows of other files that the file does not hold into it, so that several runs make one file."""
+    rows = read_rows(path) if path.exists() else []
+    for other in others:
+        known = {_key(row) for row in rows}
+        rows += [row for row in read_rows(other) if _key(row) not in known]
+    write_json(path, {"rows": rows})
+
+
+def _key(row: Row) -> tuple[str, str, int]:
+    return row["problem"], row["method"], row["seed"]
+
+
+def _numbers(row: Row) -> str:
+    if "spread" in row:
+        return "spread " + ", ".join(f"{region} {ratio:.2f}" for region, ratio in row["spread"].items())
+    return f"error {row['error']:.2f}, ratio {row['ratio']:.2f}"
+
+
+def _methods_on(problem: str) -> list[str]:
+    """Fits that are to be caught are made on small problems only, a full matrix for at most 2000 weights."""
+    if problem in NETWORKS:
+        return list(ON_NETWORKS) if problem.startswith("gap") else ["sghmc", "baoab"]
+    found = [method for method in RIGHT if (method, problem) != ("laplace full", "softmax P=2570")]
+    small = problem.startswith("linear N=200") or problem == "linear N=1000 k=10"
+    return [*found, *WRONG] if small else found
+
+
+def _fitter(name: str, seed: int, place: Path) -> Callable[[str], dict[str, Any]]:
+    """What fits a method to a problem and measures it; the posterior that it is compared with is found first."""
+    if name in NETWORKS:
+        reference = truth_of_network(name, place)
+        return lambda label: measure_network(label, ON_NETWORKS[label], NETWORKS[name], reference, seed)
+    problem = problems()[name](seed)
+    stored = place / "truths" / f"{file_name(name)}-seed{seed}.safetensors"
+    truth = sampled_truth(problem, seed, stored) if problem.precision is None else exact_truth(problem)
+    return lambda label: measure(label, problem, truth, seed)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per problem and method: medians over seeds, the range, whether the bar holds, doubts."""
     lines = [
         "| problem | method | error | sd ratio | logits | seeds | bar | doubts |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for problem, (bar, _) in problems().items():
+    for problem in problems():
         for method in {**RIGHT, **WRONG}:
             own = [row for row in rows if (row["problem"], row["method"]) == (problem, method)]
             if own:
-                lines.append(_line(problem, method, own, bar))
+                lines.append(_line(problem, method, own))
     return "\n".join(lines)
 
 
-def _line(problem: str, method: str, own: Sequence[Mapping[str, Any]], bar: Bar) -> str:
+def _line(problem: str, method: str, own: Sequence[Row]) -> str:
     logits = [row["logits"] for row in own if row.get("logits") is not None]
     middle = {"error": median(r["error"] for r in own), "ratio": median(r["ratio"] for r in own)}
     if logits:
         middle["logits"] = median(logits)
+    shown = f"{middle['error']:.2f} | {_range([row['ratio'] for row in own])} | {_range(logits) if logits else ''}"
+    return f"| {problem} | {method} | {shown} | {_end(problem, middle, own)}"
+
+
+def network_table(rows: Sequence[Row]) -> str:
+    """The same of networks: ratios of the spread inside, between and outside the data, and the distance to HMC."""
+    lines = [
+        "| problem | method | inside | between | outside | Wasserstein | seeds | bar | doubts |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for problem in NETWORKS:
+        for method in ON_NETWORKS:
+            own = [row for row in rows if (row["problem"], row["method"]) == (problem, method)]
+            if own:
+                lines.append(_network_line(problem, method, own))
+    return "\n".join(lines)
+
+
+def _network_line(problem: str, method: str, own: Sequence[Row]) -> str:
+    regions = list(own[0]["spread"])
+    spreads = {region: [row["spread"][region] for row in own] for region in regions}
+    cells = [_range(spreads[region]) if region in spreads else "" for region in ("in", "gap", "out")]
+    apart = " / ".join(f"{median(row['distance'][region] for row in own):.2f}" for region in regions)
+    middle = {"spread": {region: median(values) for region, values in spreads.items()}}
+    return f"| {problem} | {method} | {' | '.join(cells)} | {apart} | {_end(problem, middle, own)}"
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def _end(problem: str, middle: Row, own: Sequence[Row]) -> str:
+    """Seeds, whether the median and every seed hold, and how many fits doubted themselves."""
+    bar = bar_of(problem)
     every = all(bar.holds(row, 1.5) for row in own)
     verdict = "yes" if bar.holds(middle) and every else "median" if bar.holds(middle) else "no"
-    doubts = sum(bool(row["doubts"]) for row in own)
-    ratios = [row["ratio"] for row in own]
-    shown = "" if not logits else f"{median(logits):.2f}"
-    spread = f"{middle['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return f"| {problem} | {method} | {middle['error']:.2f} | {spread} | {shown} | {len(own)} | {verdict} | {doubts} |"
+    return f"{len(own)} | {verdict} | {sum(bool(row['doubts']) for row in own)} |"
 
 
-def alarms(rows: Sequence[Mapping[str, Any]]) -> str:
+def alarms(rows: Sequence[Row]) -> str:
     """How many right fits doubted themselves, and how many wrong ones did not."""
-    bars = {name: bar for name, (bar, _) in problems().items()}
-    right = [row for row in rows if bars[row["problem"]].holds(row)]
-    wrong = [row for row in rows if not bars[row["problem"]].holds(row, 1.5)]
-    false = [row for row in right if row["doubts"]]
-    caught = [row for row in wrong if row["doubts"]]
     lines = [
-        "| fits | number | of these doubted |",
-        "|---|---|---|",
-        f"| within the bar | {len(right)} | {len(false)} (false alarms) |",
-        f"| beyond 1.5 times the bar | {len(wrong)} | {len(caught)} (catches) |",
+        "| fits | within the bar | doubted: false alarms | beyond 1.5 times the bar | doubted: catches |",
+        "|---|---|---|---|---|",
     ]
-    missed = sorted({f"{row['method']} on {row['problem']}" for row in wrong if not row["doubts"]})
-    return "\n".join(lines) + (f"\n\nNot caught: {'; '.join(missed)}." if missed else "")
+    kinds = {"regressions and last layers": [row for row in rows if row["problem"] not in NETWORKS]}
+    kinds |= {"networks": [row for row in rows if row["problem"] in NETWORKS]}
+    for kind, own in {**kinds, "all": rows}.items():
+        right, wrong = _right(own), _wrong(own)
+        counts = [len(right), sum(map(_doubted, right)), len(wrong), sum(map(_doubted, wrong))]
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
+    false = [row for row in _right(rows) if _doubted(row)]
+    missed = [row for row in _wrong(rows) if not _doubted(row)]
+    return "\n".join(lines) + _listed("False alarms", false) + _listed("Not caught", missed)
+
+
+def _listed(what: str, rows: Sequence[Row]) -> str:
+    names = sorted({f"{row['method']} on {row['problem']}" for row in rows})
+    return f"\n\n{what}: {'; '.join(names)}." if names else ""
+
+
+def _right(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if bar_of(row["problem"]).holds(row)]
+
+
+def _wrong(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if not bar_of(row["problem"]).holds(row, 1.5)]
+
+
+def _doubted(row: Row) -> bool:
+    return bool(row["doubts"])
+
+
+def report(rows: Sequence[Row], place: Path) -> str:
+    """All tables: regressions and last layers, networks, how their posteriors were made, alarms and catches."""
+    return "\n\n".join((table(rows), network_table(rows), truths_table(place), alarms(rows)))
+
+
+def write_into(page: Path, text: str) -> None:
+    """Put the text between the marks of a page, in the place of what is there."""
+    before, after = split_page(page)
+    page.write_text(f"{before}{MARK}\n\n{text}\n\n{END}{after}")
+
+
+def split_page(page: Path) -> tuple[str, str]:
+    """What stands before and after the marks of a page; one without them is refused."""
+    before, mark, rest = page.read_text().partition(MARK)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"page must hold the lines {MARK} and {END}, between which the tables go; got {page}.")
+    return before, after
+
+
+__all__ = ["add_rows", "alarms", "measure", "network_table", "report", "run", "table", "truths_table", "write_into"]

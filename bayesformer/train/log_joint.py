@@ -38,7 +38,12 @@ def log_joint(model: nn.Module, likelihood: Likelihood | str, prior: PriorLike |
     check_num_data(num_data)
     passed = _JointPass(shadow(model), as_likelihood(likelihood), None if prior is None else as_prior(prior), num_data)
 
+    known = {name for name, _ in passed.module.named_parameters(remove_duplicate=False)}
+
     def value(params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        unknown = next((name for name in params if name not in known), None)
+        if unknown is not None:
+            raise ValueError(f"params must be weights of the model by name; it has no {unknown!r}.")
         own = {f"module.{name}": weight for name, weight in params.items()}
         with plain_attention() if transformed() else nullcontext():
             found, outputs = functional_call(passed, own, (params, batch))

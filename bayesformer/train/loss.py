@@ -12,11 +12,11 @@ from bayesformer.core.rules import check_num_data
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.layers import has_random_parts
 from bayesformer.likelihoods import Likelihood, as_likelihood
-from bayesformer.likelihoods.language import decoder_inputs, is_causal_language_model, unwrapped
+from bayesformer.likelihoods.language import decoder_inputs, is_causal_language_model, regression_targets, unwrapped
 from bayesformer.model.calling import apply
 from bayesformer.model.space import Space
 from bayesformer.priors.prior import PriorLike, as_prior
-from bayesformer.train.objective import bound
+from bayesformer.train.objective import bound, check_batch
 from bayesformer.train.vector_prior import NamedPrior
 
 Per = Literal["example", "token"]
@@ -79,10 +79,13 @@ def loss(
     if temperature < 0:
         raise ValueError(f"temperature must be at least 0; got {temperature}.")
     known = _checked(likelihood, model, targets)
+    targets = regression_targets(model, targets)
     batch = Batch(decoder_inputs(model, inputs, targets), targets, mask)
     kappa = temperature if has_random_parts(model) else None
     log_prior = None if prior is None else _log_prior(model, prior)
-    value, _ = bound(apply(model, batch.inputs), model, batch, known, num_data, kappa, log_prior)
+    outputs = apply(model, batch.inputs)
+    check_batch(known, outputs.detach(), batch)
+    value, _ = bound(outputs, model, batch, known, num_data, kappa, log_prior)
     return -value if per == "example" else -value / _positions(known, batch)
 
 

@@ -121,6 +121,7 @@ class Stage:
             terms=self.terms,
             samples=self.samples,
             autocast=self.training.precision == "bf16",
+            check_targets=prototype.data.tensors is None,
         )
         return Job(
             shell=shell,

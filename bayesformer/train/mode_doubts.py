@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bayesformer.core.doubts import Doubt
 
 FAR = 0.3  # posterior standard deviations from the mode
@@ -18,5 +20,22 @@ def of_mode(decrement: float | None) -> list[Doubt]:
             "Train longer, or with a larger training.lr.",
             decrement,
             FAR,
+        )
+    ]
+
+
+def of_training(converged: Sequence[bool | None]) -> list[Doubt]:
+    """A doubt where the objective of some networks still rose when their training ended; None could not be told."""
+    unsettled = sum(settled is False for settled in converged)
+    if not unsettled:
+        return []
+    who = "The network has" if len(converged) == 1 else f"{unsettled} of {len(converged)} networks have"
+    return [
+        Doubt(
+            "training",
+            f"{who} not been trained to the end: the objective still rose when training stopped. Raise "
+            "training.epochs or training.lr.",
+            unsettled,
+            0,
         )
     ]

@@ -77,6 +77,7 @@ def plan(
     batch: int | None = None,
     most_rows: int = ROWS,
     fewest_steps: int = 1,
+    whole: bool = False,
 ) -> NetworkPlan:
     """The plan for a number of epochs over all chains.
 
@@ -94,12 +95,13 @@ def plan(
         batch: examples per batch where the data decide it; None is √N.
         most_rows: scores for the stiff directions that fit in memory.
         fewest_steps: of each chain, as the draws that are kept need them.
+        whole: whether every step takes a gradient over all data, whatever that costs.
     """
     count = chains or (1 if epochs < FEW else 2 if epochs < SOME else CHAINS)
     root = max(SMALLEST, round(math.sqrt(num_data)))
     size = min(batch or root, num_data)
     longest = max(float(SMALLEST), math.sqrt(num_data))
-    if 2 * size / num_data + 1 / longest >= 1:
+    if whole or 2 * size / num_data + 1 / longest >= 1:
         longest = 1.0
     rows = min(ROWS, max(FEWEST_ROWS, num_data // 10), most_rows, num_data)
     share = optimum_share(epochs / max(trained, 1)) if fresh else 0.0

@@ -95,6 +95,15 @@ def bound(
     return value, named
 
 
+def check_batch(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> None:
+    """Raise ValueError where a batch has a target that the likelihood cannot have; a batch may have none that counts.
+
+    Inside a transformation of torch.func values cannot be looked at: nothing is checked there.
+    """
+    if not transformed() and bool(likelihood.kept(batch.targets, batch.mask).any()):
+        likelihood.check(outputs, batch.targets, batch.mask)
+
+
 class Objective:
     """The objective as a function of {"theta": vector}, on one shell.
 
@@ -114,6 +123,7 @@ class Objective:
         terms: tuple[Term, ...] = (),
         samples: int = 1,
         autocast: bool = False,
+        check_targets: bool = False,
     ) -> None:
         check_num_data(num_data)
         if samples < 1:
@@ -122,6 +132,7 @@ class Objective:
         self.prior = prior or FlatPrior()
         self.kl_weight = kl_weight or Constant()
         self.terms, self.samples, self.autocast = terms, samples, autocast
+        self.check_targets = check_targets  # of every batch, for data whose targets could not be seen before training
         self.has_kl = has_random_parts(shell.module)
         self.named: dict[str, Tensor] = {}
         """the parts of the latest value of `value_and_grad` or `over`, () each: "log_likelihood", "log_prior", "kl" and
@@ -206,6 +217,8 @@ class Objective:
                 return apply(module, inputs)
 
         outputs = forward(batch.inputs)
+        if self.check_targets:
+            check_batch(self.likelihood, outputs.detach(), batch)
         weight = kappa if self.has_kl else None
         value, named = bound(outputs, module, batch, self.likelihood, self.num_data, weight)
         for term in self.terms:

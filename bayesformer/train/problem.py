@@ -74,6 +74,8 @@ class Problem:
         object.__setattr__(self, "data", as_batches(self.data, "data"))
         if self.validation is not None:
             object.__setattr__(self, "validation", as_batches(self.validation, "validation"))
+        if not isinstance(self.training, Training):
+            raise ValueError(f"training must be a Training, such as Training(epochs=3); got {self.training!r}.")
         if self.init not in INITS:
             raise ValueError(f"init must be 'given', 'fresh' or 'head'; got {self.init!r}.")
         if (self.init == "head") != (self.head is not None):

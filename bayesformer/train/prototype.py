@@ -17,10 +17,10 @@ from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
-from bayesformer.data.mapped import Mapped
 from bayesformer.layers.preparation import Preparation
-from bayesformer.likelihoods.language import decoder_inputs, resolve
+from bayesformer.likelihoods.language import batches_for, check_tokens, resolve
 from bayesformer.model.adapters import adapters_of, virtual_tokens
+from bayesformer.model.admission import check_names
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
@@ -70,19 +70,12 @@ class Prototype:
             self.prepared = self.preparation(shadow(self.model, self.chosen.names))
         self.space = Space.of(self.prepared)
         self.skeleton = Skeleton(self.prepared, self.space)
-        self.data, self.validation = self._data(problem.data), None
-        if problem.validation is not None:
-            self.validation = self._data(problem.validation)
+        self.data = batches_for(self.model, problem.data)
+        self.validation = None if problem.validation is None else batches_for(self.model, problem.validation)
         self.likelihood = resolve(problem.likelihood, self.model, self.trial_batch)
         self._check(self.data, "train")
         if self.validation is not None:
             self._check(self.validation, "validation")
-
-    def _data(self, data: Batches) -> Batches:
-        """The data, with decoder inputs made of the labels where the model is an encoder-decoder without them."""
-        first = data.first(TRIAL_EXAMPLES)
-        made = decoder_inputs(self.model, first.inputs, first.targets)
-        return data if made is first.inputs else Mapped(data, _DecoderInputs(self.model))
 
     @cached_property
     def trial_batch(self) -> Batch:
@@ -228,7 +221,14 @@ class Prototype:
     def _check(self, data: Batches, label: str) -> None:
         """Run the model on two examples, in evaluation mode, and hold its outputs against all targets at hand."""
         batch = batch_to(data.first(TRIAL_EXAMPLES), self.skeleton.device)
+        check_names(self.model, batch.inputs, f"{label} data")
+        check_tokens(self.model, batch.inputs if data.tensors is None else data.tensors.inputs, f"{label} data")
         outputs = self.trial(self.skeleton.shell(gradients=False), batch)
+        if bool(outputs.isnan().any()):
+            raise ValueError(
+                f"{label} data: outputs of the model on the first examples must be numbers; got NaN. Look for NaN in "
+                "the weights of the model and in its inputs."
+            )
         if len(outputs) != len(batch.targets):
             raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(batch.targets)}.")
         whole = data.tensors
@@ -262,13 +262,3 @@ def _refuse_merged(model: nn.Module, chosen: Space) -> None:
         raise ValueError(
             "model must not have merged adapters, whose weights have no gradient. Call unmerge_adapter() first."
         )
-
-
-@dataclass(frozen=True)
-class _DecoderInputs:
-    """Adds to a batch the decoder inputs that an encoder-decoder model makes of its labels."""
-
-    model: nn.Module
-
-    def __call__(self, batch: Batch) -> Batch:
-        return batch._replace(inputs=decoder_inputs(self.model, batch.inputs, batch.targets))

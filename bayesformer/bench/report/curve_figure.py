@@ -11,7 +11,7 @@ from bayesformer.bench.report.figures import BOX, LINE, Recorded, key_item
 from bayesformer.bench.report.markup import Html, tag
 from bayesformer.bench.report.parts import figure, panel
 from bayesformer.bench.report.plot import Plot, marker
-from bayesformer.bench.report.wording import fixed
+from bayesformer.bench.report.wording import duration, fixed
 from bayesformer.bench.statistics import Entry, Result, finite, part
 
 CURVE, DISTANCE = "curve", "wasserstein"
@@ -51,9 +51,7 @@ def _figure(report: Report, task: TaskResults) -> Html | None:
     y = _scale(data)
     panels = [_reference(report, data[0], y)]
     for entry, run in found.items():
-        distance = finite(part(run, "metrics").get(DISTANCE))
-        aside = "" if distance is None else f"{metric_of(DISTANCE).label.lower()} {fixed(distance, 2)}"
-        panels.append(panel(report, entry, _plot(report, run["figures"][CURVE], y, entry.label), aside))
+        panels.append(panel(report, entry, _plot(report, run["figures"][CURVE], y, entry.label), _aside(run)))
     key = [
         key_item("data", "inkfill", marker(11, 6, 2)),
         key_item("mean", "stroke", LINE),
@@ -66,6 +64,15 @@ def _figure(report: Report, task: TaskResults) -> Html | None:
         f"over inputs: 0 is right. {task.seed_note(CURVE)}"
     )
     return figure("What does each method say where there are no data?", [panels], caption, "curves", key)
+
+
+def _aside(run: Result) -> str:
+    """Distance and cost of a run, and that its network is not the one of the posterior, where it is not."""
+    distance, seconds = finite(part(run, "metrics").get(DISTANCE)), finite(part(run, "cost").get("fit_seconds"))
+    words = [] if distance is None else [f"{metric_of(DISTANCE).label.lower()} {fixed(distance, 2)}"]
+    words += [] if seconds is None else [f"fitted in {duration(seconds)}"]
+    other = part(run["figures"], CURVE).get("network")
+    return "; ".join([*words, *([str(other)] if other else [])])
 
 
 def _scale(data: Sequence[Recorded]) -> Scale:

@@ -26,6 +26,7 @@ from bayesformer.bench.statistics import (
     summarise,
     unconverged,
 )
+from bayesformer.bench.tasks import task_identity
 from bayesformer.core.settings import identity
 from bayesformer.evaluate.catalogue import Metric, describe
 from bayesformer.train.training import Training
@@ -204,7 +205,10 @@ def _common_settings(result: Result) -> dict[str, str]:
     Settings that came later and are at their default count as absent, as in results that were stored before.
     """
     settings = part(result, "settings")
-    common = {"task": part(settings, "task"), "training": identity(Training, part(settings, "training"))}
+    common = {
+        "task": task_identity(str(result["task"]), part(settings, "task")),
+        "training": identity(Training, part(settings, "training")),
+    }
     return {f"{key}.{name}": str(v) for key, values in common.items() for name, v in values.items()}
 
 

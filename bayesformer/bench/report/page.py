@@ -77,10 +77,10 @@ def _header(report: Report, title: str, note: str, skipped: Sequence[str]) -> Ht
         tag("h1", title),
         tag("p", _extent(report), class_="lede"),
         opening(report),
+        _methods(report),
         tag("p", tag("strong", "Note "), note, class_="note") if note else None,
         _skipped(skipped) if skipped else None,
         tag("dl", [tag("div", tag("dt", k), tag("dd", v)) for k, v in _facts(report)], class_="facts"),
-        _methods(report),
     )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from bayesformer import evaluate
 from bayesformer.bench.tasks.curves import curve_of
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
+from bayesformer.core.settings import LATER
 from bayesformer.likelihoods import Likelihood
 from bayesformer.reference import ReferencePosterior, ReferenceProblem, data_of, problem_of, read
 from bayesformer.train.training import Training
 
+NETWORKS = ("own", "attention")
 SCORES = ("wasserstein", "mean_error", "rank_error", "total_variation", "agreement")
 
 
@@ -27,6 +29,8 @@ class KnownPosterior(Task):
     """name of the reference problem"""
     version: int = 1
     """version of the problem, which its reference and every score belong to"""
+    network: Literal["own", "attention"] = field(default="own", metadata=LATER)
+    """the problem's network, or another one with attention, whose posterior the reference is not"""
 
     primary: ClassVar[str] = "wasserstein"
 
@@ -34,6 +38,10 @@ class KnownPosterior(Task):
         known = problem_of(self.problem).version
         if self.version != known:
             raise ValueError(f"version of fidelity/{self.problem} must be {known}, which there is; got {self.version}.")
+        if self.network not in NETWORKS:
+            raise ValueError(f"network must be one of {', '.join(NETWORKS)}; got {self.network!r}.")
+        if self.network != "own":
+            self._known.attentive()  # refused here where there is none
 
     @cached_property
     def _known(self) -> ReferenceProblem:
@@ -65,8 +73,8 @@ class KnownPosterior(Task):
         return TaskData(data.train, None, data.train, data.regions)
 
     def model(self) -> nn.Module:
-        """The problem's model with fresh weights."""
-        return self._known.model()
+        """The problem's model with fresh weights, or the other network that has attention."""
+        return self._known.model() if self.network == "own" else self._known.attentive()
 
     def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
         """Scores in every region, and their means over regions; as figures ranks of function values, and the function
@@ -89,6 +97,8 @@ class KnownPosterior(Task):
         }
         if curve := curve_of(data, values):
             figures["curve"] = {**curve, "reference": "exact" if self.reference.is_exact else "long HMC"}
+            if self.network != "own":
+                figures["curve"]["network"] = "another network, a small transformer"
         return Evaluation({**overall, **metrics}, None, None, figures)
 
     def inputs(self, rows: Tensor) -> Tensor:

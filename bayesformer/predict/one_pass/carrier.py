@@ -215,12 +215,14 @@ def name_of(func: Any) -> str:
     owner = getattr(getattr(func, "__objclass__", None), "__name__", "")
     if owner:
         return f"torch.Tensor.{getattr(func, '__name__', name)}"
-    return f"{module}.{name}" if module else str(name)
+    name = str(name).removeprefix("_VariableFunctionsClass.")  # what torch.lstm and its like are defined in
+    return f"{module}.{name}" if module else name
 
 
 def _no_rule(func: Any) -> str:
     return (
         f"the model calls {name_of(func)} on an uncertain tensor, and no rule says how variance passes through it. "
-        "Add one: decorate a function of the same arguments with @rule(<that function>) from "
-        "bayesformer.predict.one_pass, or treat the module that calls it as one with @module_rule(<its class>)."
+        "Use predictive='streamlined', which needs no rules. Or add one: decorate a function of the same arguments "
+        "with @rule(<that function>) from bayesformer.predict.one_pass, or treat the module that calls it as one with "
+        "@module_rule(<its class>)."
     )

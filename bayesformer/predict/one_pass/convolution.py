@@ -7,6 +7,7 @@ with * the same convolution. Correlated weights act on the patches one by one, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,28 +66,43 @@ OPTIONS = ("stride", "padding", "dilation", "groups")
 def _is_kept(function: Any, w: Uncertain, *args: Any, **kwargs: Any) -> bool:
     """Whether correlations between the weights are used; where they cannot be, they are dropped if settings say so."""
     options = dict(zip(OPTIONS, args, strict=False)) | kwargs
-    if CONVOLUTIONS[function] == 2 and options.get("groups", 1) == 1 and not isinstance(options.get("padding", 0), str):
+    if CONVOLUTIONS[function] <= 2 and options.get("groups", 1) == 1 and not isinstance(options.get("padding", 0), str):
         return True
     if w.settings.correlations == "drop":
         return False
     raise ValueError(
-        "correlated weights of a convolution are supported in conv2d without groups and with padding in numbers; "
-        "use correlations='drop', or a diagonal posterior for this layer."
+        "correlated weights of a convolution are supported in conv1d and conv2d without groups and with padding in "
+        "numbers; use predictive='streamlined', which takes any layer, or correlations='drop', or a diagonal posterior "
+        "for this layer."
     )
 
 
 def _correlated(function: Any, x: Any, w: Uncertain, *args: Any, **kwargs: Any) -> Tensor:
     """Noise of correlated weights: every patch is one input of a linear layer."""
+    axes = CONVOLUTIONS[function]
     options = dict(zip(OPTIONS, args, strict=False)) | kwargs
     m = mean_of(x)
-    size = {name: options[name] for name in ("stride", "padding", "dilation") if name in options}
-    patches = F.unfold(m, w.shape[-2:], **size).mT  # (B, places, in)
-    spread = F.unfold(x.s, w.shape[-2:], **size).mT if isinstance(x, Uncertain) else None
+    patches = _patches(m, w.shape[2:], options)
+    spread = _patches(x.s, w.shape[2:], options) if isinstance(x, Uncertain) else None
     structure = structure_of(w)
     if structure.with_bias:
         patches, spread = with_one(patches, spread)
     noise = structure.variance(patches, spread).mT  # (B, out, places)
-    return noise.reshape(*noise.shape[:-1], *function(m, w.m, None, *args, **kwargs).shape[-2:])
+    return noise.reshape(*noise.shape[:-1], *function(m, w.m, None, *args, **kwargs).shape[-axes:])
+
+
+def _patches(x: Tensor, kernel: tuple[int, ...], options: Mapping[str, Any]) -> Tensor:
+    """(B, places, in): what a kernel of one or two axes meets at every place; a series is an image of height 1."""
+    resting = {"stride": 1, "padding": 0, "dilation": 1}
+    size = {name: options.get(name, rest) for name, rest in resting.items()}
+    if len(kernel) == 1:
+        x, kernel = x.unsqueeze(-2), (1, *kernel)
+        size = {name: (resting[name], *_numbers(value)) for name, value in size.items()}
+    return F.unfold(x, kernel, **size).mT
+
+
+def _numbers(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 _register()
