@@ -5,7 +5,7 @@ Where only the last layers learn, the layers below give the same states in every
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,9 +25,8 @@ class TopLayers(nn.Module):
 
     def fresh(self) -> TopLayers:
         """The same with layers of its own, sharing the rest."""
-        found = copy(self)
-        found._modules = {**self._modules, "layers": deepcopy(self.layers)}
-        return found
+        shared = {id(p): p for part in (self.norm, self.rotary, self.head) for p in (*part.parameters(), *part.buffers())}
+        return deepcopy(self, shared)
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits of the next token at every position."""
