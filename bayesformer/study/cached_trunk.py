@@ -25,7 +25,7 @@ class TopLayers(nn.Module):
 
     def fresh(self) -> TopLayers:
         """The same with layers of its own, sharing the rest."""
-        shared = {id(p): p for part in (self.norm, self.rotary, self.head) for p in (*part.parameters(), *part.buffers())}
+        shared = {id(part): part for part in (self.norm, self.rotary, self.head)}
         return deepcopy(self, shared)
 
     def forward(self, states: Tensor) -> Tensor:
