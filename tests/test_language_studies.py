@@ -51,7 +51,7 @@ def course(folder, **settings):
 
 def test_top_layers_on_trunk_states_are_the_model():
     model, ids = llama(layers=3), torch.randint(WORDS, (5, 7))
-    top = TopLayers(model, 2)
+    top = TopLayers.of(model, 2)
     with torch.no_grad():
         torch.testing.assert_close(top(trunk_states(model, ids, 2, batch=2)), model(input_ids=ids).logits)
     assert top.layers[0] is not model.model.layers[2]  # adapters go into a copy

@@ -18,15 +18,19 @@ class TopLayers(nn.Module):
     Sequences are padded on the right if at all: a causal model's real positions do not see what comes after.
     """
 
-    def __init__(self, model: Any, first: int) -> None:
+    def __init__(self, layers: nn.ModuleList, norm: nn.Module, rotary: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.layers = deepcopy(model.model.layers[first:])  # adapters are put into them
-        self.norm, self.rotary, self.head = model.model.norm, model.model.rotary_emb, model.lm_head
+        self.layers, self.norm, self.rotary, self.head = layers, norm, rotary, head
+
+    @classmethod
+    def of(cls, model: Any, first: int) -> TopLayers:
+        """Copies of the layers, into which adapters are put; the rest is the model's own."""
+        inner = model.model
+        return cls(deepcopy(inner.layers[first:]), inner.norm, inner.rotary_emb, model.lm_head)
 
     def fresh(self) -> TopLayers:
         """The same with layers of its own, sharing the rest."""
-        shared = {id(part): part for part in (self.norm, self.rotary, self.head)}
-        return deepcopy(self, shared)
+        return TopLayers(deepcopy(self.layers), self.norm, self.rotary, self.head)
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits of the next token at every position."""

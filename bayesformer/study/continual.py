@@ -120,7 +120,7 @@ class Shelf:
         with global_streams(fold(seed, "adapters")):
             if place == "last":
                 chosen = LoraConfig(r=8, lora_alpha=32, target_modules=["q_proj", "k_proj", "o_proj"])
-                return get_peft_model(TopLayers(self.model, self.top), chosen)
+                return get_peft_model(TopLayers.of(self.model, self.top), chosen)
             chosen = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
             return get_peft_model(deepcopy(self.model), chosen)  # which changes the model it is given
 

@@ -22,7 +22,7 @@ WIDTH = 118
 BEGIN, END = "<!-- experiments on text: begin -->", "<!-- experiments on text: end -->"
 
 
-class TextSection(NamedTuple):
+class TextExperiment(NamedTuple):
     """One experiment: its title, folder, command, and how its results become tables."""
 
     title: str
@@ -34,7 +34,7 @@ class TextSection(NamedTuple):
 
 
 PARTS = (
-    TextSection(
+    TextExperiment(
         "Continual learning of books",
         "continual",
         "bayesformer study continual",
@@ -45,7 +45,7 @@ PARTS = (
         lambda results, _: continual_table.table(results),
         "continual.svg",
     ),
-    TextSection(
+    TextExperiment(
         "Does it know what it does not know?",
         "unknown",
         "bayesformer study unknown",
@@ -57,7 +57,7 @@ PARTS = (
         lambda results, _: unknown_table.table(results),
         "unknown.svg",
     ),
-    TextSection(
+    TextExperiment(
         "Few labelled sentences",
         "glue",
         "bayesformer run --config experiments/glue.toml --networks NETWORKS --results results/glue --no-posteriors\n"
@@ -66,7 +66,7 @@ PARTS = (
         "are split off the training files. Foreign are rows of the other tasks and of IMDB.",
         lambda results, folder: sentence_table.table(results, sentence_table.keep_errors(folder)),
     ),
-    TextSection(
+    TextExperiment(
         "Regression, tags and answers by a pretrained encoder",
         "pretrained",
         "bayesformer run --config experiments/pretrained.toml --networks NETWORKS --results results/pretrained "
@@ -75,7 +75,7 @@ PARTS = (
         "fine-tuning against contextual Weibull attention with the settings of Fan et al. (2020), table 9.",
         lambda results, folder: sentence_table.table(results, sentence_table.keep_errors(folder)),
     ),
-    TextSection(
+    TextExperiment(
         "Posteriors out of a Trainer's run",
         "trainer",
         "python -m bayesformer.study.trainer_path",
@@ -101,7 +101,7 @@ def section(results: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _tables(folder: Path, part: TextSection) -> str:
+def _tables(folder: Path, part: TextExperiment) -> str:
     found = read_results(folder).results if folder.is_dir() else []
     if not found:
         return "Not run yet: there are no stored results."

@@ -95,7 +95,7 @@ class Pupil:
     @cached_property
     def last_layer(self) -> TopLayers:
         """The last layer and the head in float32, copies: half precision would round small steps of its weights."""
-        return deepcopy(TopLayers(self.model, self.top)).float()
+        return deepcopy(TopLayers.of(self.model, self.top)).float()
 
     def ready(self, place: str, seed: int) -> nn.Module:
         """The model whose learned weights require gradients: new adapters, or the whole last attention layer."""

@@ -115,7 +115,7 @@ def _row(cells: Sequence[Result]) -> list[str]:
 
 
 class Area(NamedTuple):
-    """An AUROC and the ends of its 95 % interval."""
+    """An AUROC and its bootstrap interval."""
 
     value: float
     low: float
