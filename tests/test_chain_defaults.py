@@ -10,7 +10,7 @@ import bayesformer as bf
 from bayesformer.core.vectors import THETA
 from bayesformer.inference import baoab, schedules, sghmc, sgld, sgnht, whitened
 from bayesformer.laws import Dense, Diagonal
-from bayesformer.methods import build_method, chain_run
+from bayesformer.methods import build_method, chain_run, langevin_checks
 from bayesformer.methods.langevin_checks import of_temperature
 from bayesformer.methods.pace import Pace, langevin_pace, momentum_pace, thermostat_pace
 from bayesformer.train.collect import Collect
@@ -303,6 +303,25 @@ def test_one_epoch_is_one_unit_of_time_whatever_the_number_of_data():
     assert [langevin_pace(at(), m).epochs for m in (1.0, 2.0, 20.0)] == [800, 400, 150]  # 800 steps at least
     assert [thermostat_pace(at(), m).epochs for m in (1.0, 2.0, 20.0)] == [800, 400, 200]
     assert momentum_pace(at(), 20.0, temperature=0.125).time == pytest.approx(0.5)
+
+
+def test_a_thermostat_says_where_it_cools_directions_that_only_the_prior_determines():
+    """Half of the directions without batch noise: 2α/(2α + h m/2) of their variance; with equal shares all of it."""
+    pace = Pace(0.0125, 0.7, 200, 20.0)
+
+    def coldest(data):
+        curvature = torch.tensor(data) + 1
+        root = Dense(torch.diag(curvature.rsqrt()))
+        found = Coordinates(curvature, root, "dense", 1.0, 0.0, 1.0, "gaussian", curvature, torch.ones(2), 0.0)
+        return langevin_checks.coldest(found, pace)
+
+    assert coldest([1e9, 0.0]) == pytest.approx(1.4 / (1.4 + 0.25 / 2), rel=1e-4)
+    assert coldest([3.0, 3.0]) == pytest.approx(1)
+    weak, _, _ = regression(1000, 1e3)
+    clear, _, _ = regression(1000, 3.0)
+    assert "cold directions" in {doubt.check for doubt in fit(bf.Sgnht(epochs=40), weak).doubts}
+    assert "cold directions" not in {doubt.check for doubt in fit(bf.Sgnht(epochs=40), clear).doubts}
+    assert "cold directions" not in {doubt.check for doubt in fit(bf.Sghmc(epochs=40), weak).doubts}
 
 
 def test_a_pace_is_translated_to_the_units_of_the_transforms():

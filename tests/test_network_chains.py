@@ -178,6 +178,10 @@ def test_a_chain_that_is_too_short_says_so():
     assert "Too short to sample this posterior: 4 epochs are worth about 0.0" in posterior.doubts[0].sentence
 
 
+def test_sghmc_and_baoab_are_one_sampler_there():
+    assert torch.equal(fitted(bf.Sghmc(), epochs=4).theta, fitted(bf.Baoab(), epochs=4).theta)
+
+
 def test_a_pilot_decides_whether_every_step_takes_all_data_and_leaves_the_chain_as_it_is(monkeypatch):
     method, data = bf.Sghmc(), waves(400)
     calm = fitted(method, data=data, epochs=20)

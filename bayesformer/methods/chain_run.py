@@ -274,7 +274,7 @@ def whitened_chains(run: ChainRun, found: Coordinates, recipe: int | None = None
         pace = replace(pace, friction=friction * math.sqrt(run.problem.num_data))
     training = run.sampling(run.epochs_per_chain(pace.epochs if recipe is None else recipe))
     training = training.evened(run.problem.num_data)
-    before = langevin_checks.before(run, found, pace, training.epochs)
+    before = langevin_checks.before(run, found, pace, training.epochs) + langevin_checks.of_thermostat(run, found, pace)
     for doubt in before:
         log.warning(doubt.sentence)
     fitted = fit_stage(run.stage(part, training, WhitenedBuild(method, found.root, pace)), run.chains)

@@ -24,6 +24,7 @@ SLOWEST = 3.0  # of them along the direction that the data determine least
 WORTH = 8.0  # effective draws, median over weights: below, 83 % of slow chains and 2 % of good ones
 HOT = 1.6  # configurational temperature: above, all chains that batches heated and no good one
 LOOKED_AT = 256  # weights whose draws are looked at
+COLD = 0.9  # of the variance, in the direction that a thermostat cools most
 ENOUGH = 20  # kept draws of a chain below which they cannot tell
 
 
@@ -61,6 +62,37 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
             )
         )
     return doubts
+
+
+def coldest(found: Coordinates, pace: Pace) -> float:
+    """The variance that a thermostat leaves to the direction that only the prior determines, 1 being right.
+
+    It takes the noise of the batches for the same everywhere. Along an eigenvector of Wᵀ Π W with eigenvalue d, the
+    prior's share, that noise is h m (1 - d): the temperature there is (2α + h m (1 - d)) / (2α + h m (1 - d̄)).
+    """
+    assert pace.friction is not None
+    once = found.root.times_root(torch.diag(found.prior_precision))  # (P, P), rows Π W
+    shares = torch.linalg.eigvalsh(found.root.times_root(once.mT).double()).clamp(0, 1)
+    noise = pace.time * (1 - shares)
+    return float((2 * pace.friction + noise.min()) / (2 * pace.friction + noise.mean()))
+
+
+def of_thermostat(run: ChainRun, found: Coordinates, pace: Pace) -> list[Doubt]:
+    """Whether a sampler with one thermostat is too cold where the data say little."""
+    if not run.method.REPLACEMENT or found.kind != "dense" or run.method.temperature != 1:
+        return []
+    left = coldest(found, pace)
+    if left >= COLD:
+        return []
+    return [
+        Doubt(
+            "cold directions",
+            f"Directions that only the prior determines have about {left:.2f} of their variance: one thermostat cannot "
+            "hold the temperature of directions with and without batch noise. Use Sghmc or Baoab, which need none.",
+            left,
+            COLD,
+        )
+    ]
 
 
 def _network(pace: Pace, kept: float) -> Doubt:
