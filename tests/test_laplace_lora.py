@@ -205,3 +205,15 @@ def test_the_prior_is_chosen_by_evidence_or_validation_data(precision):
     how = {"likelihood": bf.NextToken(), "predictive": "sampled", "draws": 3, "grid": 3}
     posterior = bf.laplace(model, data, validation=some_text(), prior_precision=precision, widest=32, rank=8, **how)
     assert posterior.facts["prior_precision"] != 1.0
+
+
+def test_draws_of_a_large_model_are_tried_on_a_few_examples(monkeypatch):
+    """On equal examples a few of them, scaled up, say what all of them say, for less."""
+    from bayesformer.laplace import mode_search
+
+    model, x = adapted(), torch.randn(1, D, dtype=F64).expand(40, D).contiguous()
+    data = (x, torch.randn(1, 3 * OUT, dtype=F64).expand(40, 3 * OUT).contiguous())
+    how = {"likelihood": Gaussian(SIGMA), "prior_precision": 2.0, "predictive": "sampled"}
+    whole = bf.laplace(model, data, **how).facts["rise"]
+    monkeypatch.setattr(mode_search, "FEW_AT_ONCE", 10**9)
+    assert bf.laplace(model, data, **how).facts["rise"] == pytest.approx(whole, rel=1e-6)

@@ -17,7 +17,7 @@ from torch import Tensor
 from bayesformer.core.effort import note
 from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch
-from bayesformer.data import as_batches
+from bayesformer.data import Batches, as_batches
 from bayesformer.data.in_memory import Data
 from bayesformer.inference.linear_algebra import Product
 from bayesformer.jacobians import columns
@@ -64,16 +64,26 @@ class FullBatch:
         """Whether training and sampling see this very function: no noise in training passes, no moving averages."""
         return self.prototype.randomness.kind == "none" and not self.prototype.moves_buffers
 
-    def potential(self, theta: Tensor) -> float:
-        """U(θ) over all data, summed in float64."""
+    def potential(self, theta: Tensor, examples: int | None = None) -> float:
+        """U(θ) over all data, summed in float64; or over some examples, always the same, and scaled up to N."""
         self.shell.load(theta)
-        total = -float(self.prior.log_prob(theta).double())
+        data, share = self._some(examples)
+        total = 0.0
         with torch.no_grad():
-            for batch in self._batches():
+            for batch in data.in_order(self.chunk, self.shell.theta.device):
                 with self._pass():
                     total -= float(self._log_prob(batch).double().sum())
-        self.epochs += FORWARD
-        return total
+        self.epochs += FORWARD * share
+        return total / share - float(self.prior.log_prob(theta).double())
+
+    def _some(self, examples: int | None) -> tuple[Batches, float]:
+        """Some examples drawn at random, the same in every call, and their share of the data; all of them for None."""
+        data, count = self.prototype.data, self.prototype.problem.num_data
+        if examples is None or examples >= count:
+            return data, 1.0
+        seed = fold(self.prototype.problem.seed, "curvature")
+        batch = next(iter(data.epoch(examples, seed=seed, member=0, epoch=0)))
+        return as_batches(Data(*batch), "data"), len(batch.targets) / count
 
     def slope(self, theta: Tensor) -> tuple[float, Tensor]:
         """U(θ) over all data and its gradient ∇U(θ) (P,)."""
@@ -112,11 +122,8 @@ class FullBatch:
     def hessian(self, theta: Tensor, examples: int | None = None) -> Product:
         """v -> H v at θ, prior included: over all data, or over some examples drawn at random and scaled up to N."""
         self.shell.load(theta)
-        data, share, seed = self.prototype.data, 1.0, self.prototype.problem.seed
-        count = self.prototype.problem.num_data
-        if examples is not None and examples < count:
-            batch = next(iter(data.epoch(examples, seed=fold(seed, "curvature"), member=0, epoch=0)))
-            data, share = as_batches(Data(*batch), "data"), len(batch.targets) / count
+        data, share = self._some(examples)
+        seed = self.prototype.problem.seed
         products = CurvatureProducts(
             self.shell, self.prototype.likelihood, data, self.chunk, self.prototype.evaluation_randomness, seed
         )
