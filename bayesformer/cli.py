@@ -203,6 +203,7 @@ def study(arguments: argparse.Namespace) -> int:
     """`bayesformer study`: run or read what the study needs and show its answer."""
     verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
     verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
+    verbs |= {"reproduce": _study_reproduce, "citations": _study_citations, "summary": _study_summary}
     verbs |= {"continual": _study_continual, "unknown": _study_unknown, "glue": _study_glue}
     return verbs[arguments.name](arguments)
 
@@ -388,6 +389,47 @@ def _study_priors(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _study_reproduce(arguments: argparse.Namespace) -> int:
+    """Run what is missing of the study, or forecast it, and write its pages."""
+    from bayesformer.core.progress import bars
+    from bayesformer.core.workers import cores
+    from bayesformer.datasets.places import cache_folder
+    from bayesformer.study.reproduction import study_figures, study_page
+    from bayesformer.study.reproduction.agenda import StudyFolders
+    from bayesformer.study.reproduction.description import read_description
+    from bayesformer.study.reproduction.reproduce import Reproduction, plan_text
+
+    if arguments.hours is not None and arguments.hours <= 0:
+        raise ValueError(f"--hours must be above 0; got {arguments.hours}.")
+    workers = cores() if arguments.workers is None else arguments.workers
+    if workers < 1:
+        raise ValueError(f"--workers must be at least 1; got {workers}.")
+    description = read_description(arguments.description)
+    networks = arguments.networks or cache_folder() / "networks"
+    folders = StudyFolders(arguments.results, arguments.weights, networks)
+    if arguments.figure is not None:
+        target = arguments.pages / f"figure-{arguments.figure}.svg"
+        print(study_figures.draw_figure(study_page.read_stored(description, folders), arguments.figure, target))
+        return 0
+    code = 0
+    if not arguments.report_only:
+        shown = ["cells", "measuring"]
+        with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=shown) as reporter:
+            study = Reproduction(description, folders, workers, reporter)
+            if arguments.forecast:
+                study.check_data(arguments.only)
+                print(plan_text(study.forecast(arguments.only), workers))
+                return 0
+            ended = study.run(arguments.only, arguments.hours)
+        print(f"{ended.done} cells run; {ended.left} steps of the plan are left, call again to go on.")
+        for cell, problem in ended.failed:
+            print(f"FAILED {cell}: {problem}", file=sys.stderr)
+        code = 1 if ended.failed else 0
+    for path in study_page.write_pages(description, folders, arguments.pages):
+        print(f"wrote {path}")
+    return code
+
+
 def _study_cold(arguments: argparse.Namespace) -> int:
     """Run the missing cells and draw the figure."""
     from bayesformer.bench.records import read_results
@@ -475,6 +517,35 @@ def _study_graphs(arguments: argparse.Namespace) -> int:
 
     print(citation_table.table(_read_results(arguments.results).results))
     return 0
+
+
+def _study_citations(arguments: argparse.Namespace) -> int:
+    """Run the baseline as often as asked for, and print what its accuracy depends on."""
+    from bayesformer.study import citation_runs
+
+    _check_file(arguments.output, "--output")
+    if arguments.runs < 1:
+        raise ValueError(f"--runs must be at least 1; got {arguments.runs}.")
+    variants = [variant.strip() for variant in arguments.variants.split(",")]
+    for variant in variants:
+        citation_runs.seeds_of(variant, 0)
+    with _threads(1):
+        found = citation_runs.runs(
+            arguments.graph, variants, arguments.runs, arguments.output, lambda line: print(line, file=sys.stderr)
+        )
+    for graph, mine in citation_runs.by_graph(found).items():
+        print(f"{graph}\n\n{citation_runs.table(mine)}\n\n{citation_runs.spread_text(mine)}")
+    return 0
+
+
+def _study_summary(arguments: argparse.Namespace) -> int:
+    """Write the tables that documents hold between markers, or say which are not up to date."""
+    from bayesformer.study import summary_table
+
+    stale = summary_table.write_documents(arguments.results, arguments.page, arguments.readme, arguments.check)
+    for path in stale:
+        print(f"{'not up to date:' if arguments.check else 'wrote'} {path}")
+    return 1 if stale and arguments.check else 0
 
 
 def _study_attention(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from bayesformer.inference.diagnostics import chain_words
 from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
-from bayesformer.likelihoods.language import batches_for, check_tokens, decoder_inputs, padding_token
+from bayesformer.likelihoods.language import batches_for, check_tokens, padding_token
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive, Temperable
 from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
@@ -35,13 +35,7 @@ from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
-from bayesformer.predict.adapter_files import (
-    check_exportable,
-    export_adapters,
-    has_adapter,
-    with_adapter,
-    write_adapter,
-)
+from bayesformer.predict.adapter_files import check_exportable, export_adapters, with_adapter, write_mean
 from bayesformer.predict.assemble import (
     PASS_NUMBERS,
     ROUND,
@@ -53,6 +47,8 @@ from bayesformer.predict.assemble import (
     tensors_of,
 )
 from bayesformer.predict.conformal_sets import Conformal, conformal
+from bayesformer.predict.decoder_feeding import fed
+from bayesformer.predict.feature_gate import GatedPosterior, gated
 from bayesformer.predict.linearised import Linearised
 from bayesformer.predict.posterior_card import posterior_card
 from bayesformer.predict.sampled import DrawPlan, Sampler
@@ -532,6 +528,18 @@ class Posterior:
         """
         return conformal(self, calibration_data, level, seed)
 
+    def gated(self, train: Any, validation: Any) -> GatedPosterior:
+        """A predictive that falls back to equal probabilities where an input's features are unlike the training data's.
+
+        For classifiers of whole examples. Other than a posterior over weights it looks at the inputs, and any posterior
+        may have it, an ensemble too.
+
+        Args:
+            train: the training data, to whose features a Gaussian per class is fitted.
+            validation: labelled examples that training has not seen; they lose .001 nats at most.
+        """
+        return gated(self, train, validation)
+
     def generate(
         self,
         inputs: Any,
@@ -627,13 +635,7 @@ class Posterior:
 
     def _inputs(self, given: Any) -> InputBatches:
         """Inputs in any form; of an encoder-decoder model with the decoder inputs that its labels make."""
-        if isinstance(given, Mapping) and isinstance(given.get("labels"), Tensor):
-            inputs = {name: value for name, value in given.items() if name != "labels"}
-            made = decoder_inputs(self.model, inputs, given["labels"])
-            check_tokens(self.model, made, "inputs")
-            return as_inputs({**made, "labels": given["labels"]} if isinstance(made, dict) else made, "inputs")
-        data = as_inputs(given, "inputs").padded_with(padding_token(self.model))
-        decoder_inputs(self.model, data.first(1))  # refuses an encoder-decoder model without any
+        data = fed(self.model, as_inputs(given, "inputs").padded_with(padding_token(self.model)))
         check_tokens(self.model, data.inputs if isinstance(data, TensorInputs) else data.first(1), "inputs")
         return data
 
@@ -755,11 +757,10 @@ class Posterior:
     def save(self, folder: str | Path) -> Path:
         """Write `posterior.safetensors` and `posterior.json` to a folder.
 
-        Of a PEFT model also PEFT's own two files with the mean of the adapter, for `PeftModel.from_pretrained`.
+        Of a PEFT model with one active adapter also PEFT's two files with its mean, for `PeftModel.from_pretrained`.
         """
         self._check_base()
-        if has_adapter(self.model) and not self.preparation.changes:
-            write_adapter(self, self.law.mean, Path(folder))
+        write_mean(self, Path(folder))
         found = self._calibrated
         if found is None and self.predictive == "streamlined" and self.examples is not None:
             found = self._calibrate(self.examples)

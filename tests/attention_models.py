@@ -34,6 +34,13 @@ def llama_config(**options):
     return transformers.LlamaConfig(vocab_size=V, max_position_embeddings=16, initializer_range=0.5, **IDS, **sizes)
 
 
+def neox_config():
+    quiet = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return transformers.GPTNeoXConfig(
+        vocab_size=V, max_position_embeddings=16, initializer_range=0.5, **IDS, **SMALL, **quiet
+    )
+
+
 def bart():
     sizes = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in SIDES.items()}
     return transformers.BartModel(transformers.BartConfig(**SEQ2SEQ, **sizes, max_position_embeddings=16, dropout=0.0))
@@ -80,6 +87,7 @@ class Entry:
 
 MODELS = {
     "bert": Entry(lambda: transformers.BertModel(bert_config(), add_pooling_layer=False)),
+    "neox": Entry(lambda: transformers.GPTNeoXModel(neox_config()), causal=True),
     "gpt2": Entry(lambda: transformers.GPT2Model(gpt2_config()), causal=True),
     "llama": Entry(lambda: transformers.LlamaModel(llama_config()), causal=True),
     "bart": Entry(bart, causal=True, two=True),

@@ -21,6 +21,7 @@ from bayesformer.attention import (
     masked_softmax,
     special,
 )
+from bayesformer.attention.build import build_family
 from bayesformer.attention.rows import finite_exp, visible_sum
 from bayesformer.attention.special import with_derivatives
 from bayesformer.attention.spread import inverse_softplus, row_features
@@ -160,8 +161,9 @@ def naive_contextual_kl(family, logits, mask, keys):
 
 @pytest.mark.parametrize("mask", [CAUSAL, torch.ones(1, 1, 1, S, dtype=torch.bool)], ids=["causal", "all"])
 @pytest.mark.parametrize("build", [lambda c: Weibull(3.0, beta=0.7, contextual=c), lambda c: Lognormal(contextual=c)])
-def test_contextual_kl_and_its_gradients_equal_a_naive_twin(build, mask):
-    family = build(Contextual(d, 3)).double()
+@pytest.mark.parametrize("heads", [None, H], ids=["shared", "per head"])
+def test_contextual_kl_and_its_gradients_equal_a_naive_twin(build, mask, heads):
+    family = build(Contextual(d, 3, heads)).double()
     logits = torch.randn(B, H, T, S, dtype=torch.float64, requires_grad=True)
     keys = torch.randn(B, H, S, d, dtype=torch.float64, requires_grad=True)
     inputs = [logits, keys, *family.parameters()]
@@ -170,6 +172,24 @@ def test_contextual_kl_and_its_gradients_equal_a_naive_twin(build, mask):
     ours, theirs = torch.autograd.grad(kl.sum(), inputs), torch.autograd.grad(naive.sum(), inputs)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-7)
+
+
+def test_a_prior_network_per_head_is_the_shared_one_where_heads_agree():
+    shared, own = Contextual(d, 3), Contextual(d, 3, H)
+    assert not torch.equal(own.inner.weight[0], own.inner.weight[1])  # heads start apart
+    with torch.no_grad():
+        for one, all_heads in ((shared.inner, own.inner), (shared.outer, own.outer)):
+            all_heads.weight.copy_(one.weight.expand_as(all_heads.weight))
+            all_heads.bias.copy_(one.bias.expand_as(all_heads.bias))
+    keys = torch.randn(B, H, S, d)
+    torch.testing.assert_close(own(keys, CAUSAL), shared(keys, CAUSAL))
+    with torch.no_grad():
+        own.outer.weight[1].neg_()
+    differs = (own(keys, CAUSAL) != shared(keys, CAUSAL)).flatten(2).any(-1)
+    assert not differs[:, 0].any()
+    assert differs[:, 1].all()
+    with pytest.raises(ValueError, match="per_head must be left out without a contextual prior"):
+        build_family("weibull", per_head=True)
 
 
 # Limits: every law is softmax attention when its noise goes.

@@ -314,7 +314,7 @@ MISTAKES = {
     ),
     "other keys": (
         lambda: only([{"x": 1, "labels": 0}, {"y": 1, "labels": 0}]),
-        "examples of data must all have the keys ['x', 'labels']; got ['y', 'labels']",
+        "the first of a batch has ['x', 'labels'], number 1 of it ['y', 'labels']",
     ),
     "other lengths": (
         lambda: only([((1.0,), 0), ((1.0, 2.0), 0)]),

@@ -72,3 +72,27 @@ def test_no_method_chooses_its_prior_anew_at_a_temperature():
         assert expected.items() <= settings.items()
         if cell.method != "laplace":
             assert settings["warm_up"] == (0.75 if cell.task == "imdb" else 0.5)
+
+
+def test_the_cnn_lstm_has_the_lines_of_the_paper_and_few_trainings():
+    cells = cold.cells([cold.CNN_LSTM], [0])
+    made = [{"method": c.method, "settings": {"method": dict(c.method_settings)}, "task": c.task} for c in cells]
+    lines = {cold.line_of(result) for result in made}
+    assert lines == set(cold.METHODS) - {"laplace"} | set(cold.POINTS)
+    temperatures = {c.method_settings["temperature"] for c in cells if "temperature" in c.method_settings}
+    assert (min(temperatures), max(temperatures)) == (0.03, 3.0)
+    laplace = {c.trained_in for c in cells if c.method == "laplace"}
+    variational = {c.trained_in for c in cells if c.method == "vi"}
+    assert (len(laplace), len(variational)) == (1, 5)  # one mode for 20 cells, one fit for two predictions
+    serial = next(c for c in cells if c.method == "sghmc" and c.method_settings["chains"] == 1)
+    parallel = next(c for c in cells if c.method == "sghmc" and c.method_settings["chains"] == 5)
+    assert serial.training["epochs"] == 2 * parallel.training["epochs"]
+    assert cold.label_of("parallel", made) == "SGHMC, 5 chains"
+    for result in made:
+        settings = result["settings"]["method"]
+        assert settings.get("prior", cold.CNN_PRIOR) == cold.CNN_PRIOR
+
+
+def test_the_figure_has_a_level_for_every_point(tmp_path):
+    text = cold.figure([*results(), result("map", None, 0, -2.5, -2.5)], tmp_path / "cold.svg").read_text()
+    assert "MLE and MAP" in text

@@ -10,7 +10,16 @@ from bayesformer.bench.records import read_results
 from bayesformer.bench.report import write_report
 from bayesformer.core.storage import read_json
 from bayesformer.reference import checking
-from bayesformer.study import accuracy, citation_table, cold, fidelity_cost, prediction_cost, trained_accuracy
+from bayesformer.study import (
+    accuracy,
+    citation_table,
+    cold,
+    fidelity_cost,
+    prediction_cost,
+    summary_table,
+    text_page,
+    trained_accuracy,
+)
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -29,6 +38,7 @@ def cold_table():
 
 
 def tables():
+    yield summary_table.summary_text(RESULTS)
     yield comparison(stored("weight_space"))
     yield choice_table(stored("weight_space"), "temperature")
     yield comparison(stored("attention_series"))
@@ -40,6 +50,13 @@ def tables():
     yield accuracy.table(accuracy.stored_rows(RESULTS / "accuracy", list(accuracy.CASES)))
     paths = [trained_accuracy.file_of(RESULTS / "accuracy", name) for name in trained_accuracy.CASES]
     yield trained_accuracy.table([read_json(path, "measurement") for path in paths if path.exists()])
+    yield text_page.section(RESULTS)
+
+
+def test_the_section_on_text_is_what_its_command_writes():
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert text_page.replaced(page, text_page.section(RESULTS)) == page
+    assert text_page.replaced("# A page", "text").count("text: begin") == 1
 
 
 def test_every_row_of_every_documented_table_is_made_of_stored_results():

@@ -3,8 +3,12 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils.data import DataLoader
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
+    BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
@@ -155,7 +159,7 @@ def test_extractive_question_answering():
 
 def trainer(tmp_path, callbacks=(), epochs=6):
     model = bert(BertForSequenceClassification, num_labels=2)
-    arguments = TrainingArguments(
+    settings = TrainingArguments(
         str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
         save_strategy="no", lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, logging_strategy="no",
         dataloader_pin_memory=False, seed=0,
@@ -167,7 +171,7 @@ def trainer(tmp_path, callbacks=(), epochs=6):
         def __call__(self, features):
             return super().__call__([{k: v for k, v in f.items() if k != "note"} for f in features])
 
-    return Trainer(model, arguments, train_dataset=data, data_collator=Collator(tokenizer()), callbacks=list(callbacks))
+    return Trainer(model, settings, train_dataset=data, data_collator=Collator(tokenizer()), callbacks=list(callbacks))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -196,6 +200,80 @@ def test_laplace_after_a_trainer(tmp_path):
     assert all(module.training for module in run.model.modules())
     batch = {k: v for k, v in run.data_collator(run.train_dataset[:3]).items() if k != "labels"}
     assert posterior.predict(batch).epistemic.max() > 0
+
+
+def arguments(tmp_path):
+    return TrainingArguments(
+        str(tmp_path), num_train_epochs=4, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
+        save_strategy="no", lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        dataloader_pin_memory=False, seed=0,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("told", ["multi_label_classification", None], ids=["set", "by its loss"])
+def test_a_trainer_with_several_labels_per_text_collects_independent_ones(told, tmp_path):
+    model = bert(BertForSequenceClassification, num_labels=3, problem_type=told)
+    ids = torch.arange(24).reshape(6, 4) % len(WORDS)
+    data = [{"input_ids": row, "labels": torch.tensor([1.0, 1.0, 0.0])} for row in ids]
+    collect = bf.hf.Collect(snapshots=3)
+    Trainer(model, arguments(tmp_path), train_dataset=data, callbacks=[collect]).train()
+    posterior = collect.posterior()
+    assert posterior.likelihood == bf.Bernoulli()
+    assert posterior.predict({"input_ids": ids}).probs[:, :2, 1].min() > 0.5  # two of three are likely at once
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_laplace_after_a_trainer_on_questions_takes_the_names_of_its_loss(tmp_path):
+    model = bert(BertForQuestionAnswering)
+    ids = torch.arange(36).reshape(6, 6) % len(WORDS)
+    names = ("start_positions", "end_positions")
+    spans = torch.tensor([[1, 2], [0, 0], [3, 5], [2, 2], [9, 9], [1, 4]])  # the fifth was cut off: it does not count
+    data = [{"input_ids": row, **dict(zip(names, span, strict=True))} for row, span in zip(ids, spans, strict=True)]
+    run = Trainer(model, arguments(tmp_path), train_dataset=data)
+    run.train()
+    labelled = {"input_ids": ids, "labels": spans.masked_fill(spans > 5, -100)}
+    settings = {"structure": "last_layer", "prior_precision": 1.0}
+    expected = bf.laplace(model.eval(), labelled, likelihood="categorical", **settings)
+    found = bf.hf.laplace_after(run, **settings)
+    torch.testing.assert_close(found.predict({"input_ids": ids}).probs, expected.predict({"input_ids": ids}).probs)
+
+
+def test_likelihoods_by_the_models_own_losses():
+    assert bf.hf.likelihood_of(bert(BertForSequenceClassification, num_labels=1)) == bf.Gaussian(1.0)
+    several = bert(BertForSequenceClassification, num_labels=2, problem_type="regression")
+    assert bf.hf.likelihood_of(several) == bf.Gaussian(1.0)
+    multi = bert(BertForSequenceClassification, num_labels=2, problem_type="multi_label_classification")
+    assert bf.hf.likelihood_of(multi) == bf.Bernoulli()
+    assert bf.hf.likelihood_of(bert(BertForMaskedLM)) == bf.Categorical()
+    assert bf.hf.likelihood_of(bart()) == bf.Categorical()
+
+
+def bart():
+    torch.manual_seed(0)
+    sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in BART.items()}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = BartConfig(vocab_size=len(WORDS), d_model=16, **sides, **ends, forced_eos_token_id=None, dropout=0.0)
+    return BartForConditionalGeneration(config).eval()
+
+
+BART = {"layers": 1, "attention_heads": 2, "ffn_dim": 16}
+
+
+def test_predictions_of_an_encoder_decoder_model_in_every_form_of_data():
+    g = torch.Generator().manual_seed(1)
+    data = {name: torch.randint(3, len(WORDS), (6, 5), generator=g) for name in ("input_ids", "labels")}
+    model = bart()
+    posterior = bf.fit(model, data, likelihood=bf.hf.likelihood_of(model), method=bf.Ensemble(2), training=SHORT)
+    expected = posterior.predict(data).probs
+    listed = [{name: value[row] for name, value in data.items()} for row in range(6)]
+    for form in (listed, DataLoader(listed, batch_size=4), bf.Data({"input_ids": data["input_ids"]}, data["labels"])):
+        torch.testing.assert_close(posterior.predict(form).probs, expected)
+    own = torch.stack([posterior.module(k)(**data).logits.softmax(-1) for k in range(2)]).mean(0)
+    torch.testing.assert_close(expected, own.detach())
+    for unlabelled in ({"input_ids": data["input_ids"]}, [{"input_ids": row} for row in data["input_ids"]]):
+        with pytest.raises(ValueError, match="must have decoder_input_ids where there are no labels"):
+            posterior.predict(unlabelled)
 
 
 def test_wrong_use_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from bayesformer.bench.tasks import TASKS
 from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.settings import override
 from bayesformer.datasets import imdb
 from bayesformer.datasets.places import CACHE, FOLDER
 
@@ -75,3 +76,21 @@ def test_what_is_missing_or_damaged_is_named(folder, monkeypatch):
     monkeypatch.delenv(FOLDER)
     with pytest.raises(FileNotFoundError, match="BAYESFORMER_DATA must name"):
         imdb.read("train")
+
+
+def test_reviews_for_recurrent_networks_are_padded_in_front(folder):
+    reviews = imdb.load(train=8, validation=4, test=2, words=10, length=40, padding="start")
+    usual = imdb.load(train=8, validation=4, test=2, words=10, length=40)
+    for ours, theirs in zip(reviews[:3], usual[:3], strict=True):
+        for row, other in zip(ours.inputs["input_ids"], theirs.inputs["input_ids"], strict=True):
+            count = int((other != imdb.PADDING).sum())
+            assert row[40 - count :].tolist() == other[:count].tolist()
+            assert not row[: 40 - count].any()
+    task = override(
+        TASKS["imdb/cnn_lstm"](), {"train": 8, "validation": 4, "test": 2, "words": 10, "length": 40}, "task"
+    )
+    data = task.load()
+    assert torch.equal(data.train.inputs, reviews.train.inputs["input_ids"])
+    assert task.model()(data.test.inputs).shape == (2, 2)
+    with pytest.raises(ValueError, match=r"rows of 40 token numbers; got \(1, 9\)"):
+        task.inputs(torch.zeros(1, 9))

@@ -22,10 +22,12 @@ from bayesformer.study.prompt_scores import score_prompts
 WORDS = 30
 
 
-def llama(seed=0, layers=2):
+def llama(seed=0, layers=2, dtype=torch.float32):
     torch.manual_seed(seed)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, hidden_size=16, intermediate_size=24, **heads)).eval()
+    return (
+        LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, hidden_size=16, intermediate_size=24, **heads)).to(dtype).eval()
+    )
 
 
 def book(seed, count=8, length=6):
@@ -39,7 +41,7 @@ SIZES = continual.Sizes(length=6, steps=4, batch=2, curved=4, validation=4, test
 
 
 def course(folder, **settings):
-    shelf = lambda: continual.Shelf(llama(), [book(1), book(2)], ("one", "two"), SIZES)  # noqa: E731
+    shelf = lambda: continual.Shelf(llama(dtype=torch.bfloat16), [book(1), book(2)], ("one", "two"), SIZES)  # noqa: E731
     given = {"shelf": shelf, "folder": folder, "books": ("one", "two"), "sizes": SIZES, "say": lambda _: None}
     return continual.Course(**{**given, **settings})
 
@@ -54,6 +56,11 @@ def test_top_layers_on_trunk_states_are_the_model():
         torch.testing.assert_close(top(trunk_states(model, ids, 2, batch=2)), model(input_ids=ids).logits)
     assert top.layers[0] is not model.model.layers[2]  # adapters go into a copy
     assert top.head.weight is model.lm_head.weight
+    other = top.fresh()
+    with torch.no_grad():
+        other.layers[0].mlp.down_proj.weight.zero_()
+    assert top.layers[0].mlp.down_proj.weight.any()
+    assert other.head is top.head
 
 
 def test_trunk_states_leave_no_hook_behind():
@@ -192,7 +199,7 @@ def pupil(sizes):
     sets = {name: [[1 + i, 2, 3 + i] for i in range(6)] for name in ("english", *statements.CONTRASTS)}
     answers = {name: [4] * 6 for name in ("english", "samoan")}
     questions = unknown_prompts.Questions(sets, answers, ids[: sizes.train], ids[sizes.train :])
-    return unknown_prompts.Pupil(llama(), questions)
+    return unknown_prompts.Pupil(llama(dtype=torch.bfloat16), questions)
 
 
 @pytest.mark.parametrize("place", unknown_prompts.PLACES)
@@ -226,6 +233,10 @@ def test_the_quick_area_is_auroc_and_its_interval_holds_it():
     a, b = unknown_table.interval(low, high)
     assert a < unknown_table.area(low, high) < b
     assert 0.05 < b - a < 0.3
+    both, right = torch.cat([low, high]), torch.arange(200) < 100
+    c, d = unknown_table.interval_of_errors(both, right)
+    assert c < unknown_table.area(low, high) < d
+    assert d - c == pytest.approx(b - a, abs=0.05)
 
 
 def test_invented_words_keep_the_number_of_tokens_and_halves_come_from_two_statements():

@@ -201,7 +201,7 @@ def test_misfits_are_named(likelihood, outputs, targets, text):
 def test_unknown_names_and_values():
     with pytest.raises(ValueError, match="unknown likelihood 'categorial'. Did you mean 'categorical'"):
         as_likelihood("categorial")
-    with pytest.raises(ValueError, match="scale must be positive and finite, or None; got -1"):
+    with pytest.raises(ValueError, match="scale must be a positive finite number, or None; got -1"):
         Gaussian(scale=-1)
     with pytest.raises(ValueError, match="floor must be positive; got 0"):
         Gaussian(floor=0)

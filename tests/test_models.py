@@ -12,6 +12,7 @@ from torch.func import functional_call, vmap
 from bayesformer.attention import AttentionFamily, Linear, Softmax, attention_kl, masked_softmax
 from bayesformer.likelihoods import Gaussian
 from bayesformer.models import (
+    CnnLstm,
     Encoder,
     FeatureTransformer,
     MlpRegressor,
@@ -20,8 +21,9 @@ from bayesformer.models import (
     Tagger,
     VisionTransformer,
 )
+from bayesformer.models.cnn_lstm import LstmLayer
 from bayesformer.models.transformer import LearnedPositions, SinusoidalPositions, sinusoids
-from bayesformer.models.vit import patches
+from bayesformer.models.vit import patches, some_tokens
 from tests.laws import assert_law
 
 B, T, D, V, C = 3, 7, 8, 11, 4
@@ -465,3 +467,51 @@ def test_gradients_are_those_of_finite_differences(name):
 def test_errors_name_argument_rule_and_value(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_the_lstm_of_linear_layers_is_that_of_torch():
+    ours, theirs = LstmLayer(3, 5), nn.LSTM(3, 5, batch_first=True)
+    with torch.no_grad():
+        ours.of_input.bias.normal_()
+        theirs.weight_ih_l0.copy_(ours.of_input.weight)
+        theirs.bias_ih_l0.copy_(ours.of_input.bias)
+        theirs.weight_hh_l0.copy_(ours.of_state.weight)
+        theirs.bias_hh_l0.zero_()
+    x = torch.randn(2, 7, 3)
+    torch.testing.assert_close(ours(x), theirs(x)[1][0][0])
+
+
+def test_the_cnn_lstm_has_the_size_of_the_paper_and_reads_the_order_of_words():
+    assert sum(p.numel() for p in CnnLstm(20_000).parameters()) == pytest.approx(2.64e6, rel=1e-3)
+    model = CnnLstm(50, dim=4, filters=3, kernel=2, pool=2, hidden=5)
+    ids = torch.randint(1, 50, (3, 12))
+    assert not torch.allclose(model(ids), model(ids.flip(-1)))
+    torch.testing.assert_close(torch.func.vmap(lambda row: model(row[None])[0])(ids), model(ids))
+    with pytest.raises(ValueError, match="pool must be"):
+        CnnLstm(50, pool=0)
+
+
+def test_token_dropout_sees_a_share_of_the_patches_in_training_and_all_in_evaluation():
+    torch.manual_seed(0)
+    model = VisionTransformer(8, 2, 1, 3, dim=4, depth=1, token_keep=0.5)
+    plain = VisionTransformer(8, 2, 1, 3, dim=4, depth=1)
+    plain.load_state_dict(model.state_dict())
+    images = torch.randn(5, 1, 8, 8)
+    torch.testing.assert_close(model.eval()(images), plain.eval()(images))
+    seen = []
+    model.encoder.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[-2]))
+    first, second = model.train()(images), model(images)
+    assert seen == [8, 8]
+    assert not torch.allclose(first, second)
+    with pytest.raises(ValueError, match="token_keep must be above 0 and at most 1; got 0"):
+        VisionTransformer(8, 2, 1, 3, token_keep=0)
+
+
+def test_tokens_are_kept_with_equal_chance_and_never_twice():
+    tokens = torch.arange(6.0).expand(4000, 6).unsqueeze(-1)
+    kept = some_tokens(tokens, 1 / 3).squeeze(-1)
+    assert kept.shape == (4000, 2)
+    assert (kept[:, 0] != kept[:, 1]).all()
+    shares = torch.stack([(kept == i).any(-1).double().mean() for i in range(6)])
+    torch.testing.assert_close(shares, torch.full((6,), 1 / 3, dtype=torch.float64), atol=0.03, rtol=0)
+    assert some_tokens(tokens, 0.01).shape == (4000, 1, 1)

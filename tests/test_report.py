@@ -333,7 +333,7 @@ def test_of_very_many_methods_the_header_names_kinds_and_folds_the_ranks(tmp_pat
     facts = page.text.split("What the methods")[0].split("Seeds")[0]
     assert "vi (30 variants)" in facts
     assert "draws=" not in facts
-    assert "sgld on t and mle on u: not run, or failed" in page.text.replace("\n", " ")
+    assert "sgld on t and mle on u: not asked for, or failed" in page.text.replace("\n", " ")
     folded = (tmp_path / "page.html").read_text().split("Rank of every method</summary>")
     assert len(folded) == 2
     few = page_of(series("t", {"mle": (1.0,), "a": (2.0,)}) + series("u", {"mle": (1.0,), "a": (2.0,)}), tmp_path)
@@ -344,7 +344,7 @@ def test_of_very_many_methods_the_header_names_kinds_and_folds_the_ranks(tmp_pat
 def test_method_missing_on_one_task(tmp_path):
     results = series("one", {"mle": (1.0,), "a": (2.0,)}) + series("two", {"mle": (1.0,)})
     page = page_of(results, tmp_path)
-    assert "a on two: not run, or failed" in page.text
+    assert "a on two: not asked for, or failed" in page.text
     assert page.table("Rank of every method")[0]["two"] == "–"
     assert "1 of 2 tasks" in page.table("Rank of every method")[0]["Mean rank"]
     assert "Only mle was run here" in page.text

@@ -173,3 +173,34 @@ def test_a_set_is_made_of_what_the_ensemble_finds_ambiguous(tmp_path, monkeypatc
     assert again == facts  # seeded
     with pytest.raises(ValueError, match=r"unknown part 'tests'"):
         ambiguous_mnist.load("tests", 0.0, 1.0)
+
+
+def test_noise_on_digits_is_the_same_for_all_and_is_scored(digits):
+    task = MnistVit(validation=4, noisy=3, noise=0.5)
+    data = task.load()
+    shown = data.test.subset(slice(0, 3))
+    torch.testing.assert_close(task.with_noise(shown), task.with_noise(shown))
+    asked = []
+
+    def ask(x):
+        asked.append(x)
+        probs = torch.full((2, len(x), 10), 0.1)
+        return CategoricalPredictive(probs.log())
+
+    metrics = task.evaluate(ask, data).metrics
+    torch.testing.assert_close(asked[-1], task.with_noise(shown))
+    assert metrics["accuracy/noisy"] == pytest.approx((shown.targets == 0).float().mean().item())
+    assert {"pavpu/noisy", "ece/noisy"} <= set(metrics)
+    assert describe("pavpu/noisy").label == "PAvPU (noisy)"
+    assert "accuracy/noisy" not in MnistVit(validation=4, noisy=0).evaluate(ask, data).metrics
+
+
+def test_parts_of_the_data_are_the_first_of_them(digits, tagged):
+    task = MnistVit(validation=4, train=3, test=2, validated=1)
+    data = task.load()
+    assert (len(data.train), len(data.validation), len(data.test)) == (3, 1, 2)
+    assert {len(images) for images in data.probes.values()} == {2}
+    sentences = PosTagging(length=12, train=2, test=1).load()
+    assert (len(sentences.train), len(sentences.test)) == (2, 1)
+    with pytest.raises(ValueError, match="a number of examples must be at least 1; got 0"):
+        PosTagging(length=12, train=0).load()

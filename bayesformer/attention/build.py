@@ -50,6 +50,7 @@ def build_family(
     prior_scale: float | None = None,
     prior_location: float | None = None,
     hidden: int = 5,
+    per_head: bool = False,
     gradient: Gradient = "implicit",
     divergence: Divergence = "dirichlet",
     dropout: float = 0.0,
@@ -69,6 +70,7 @@ def build_family(
         prior_scale: σ₀ of gaussian and lognormal, sharpness of dirichlet, β of weibull.
         prior_location: α of weibull, μ of lognormal.
         hidden: width inside the networks of a spread or a contextual prior.
+        per_head: whether every head has a network of its own for a contextual prior.
         gradient: of dirichlet draws.
         divergence: of dirichlet, from its prior.
         dropout: of weights, after they are drawn.
@@ -77,6 +79,8 @@ def build_family(
         raise unknown_name("family", name, DEFAULTS)
     defaults = DEFAULTS[name]
     _check_fits(name, defaults, prior, data_dependent, length, prior_location)
+    if per_head and prior != "contextual":
+        raise ValueError(f"per_head must be left out without a contextual prior; got it with prior={prior!r}.")
     start = defaults.spread if spread is None else spread
     scale = defaults.prior_scale if prior_scale is None else prior_scale
     location = defaults.prior_location if prior_location is None else prior_location
@@ -85,7 +89,7 @@ def build_family(
     if name == "dirichlet":
         sharpness = _spread(start, heads, data_dependent, length, hidden, True)
         return Dirichlet(sharpness, scale, prior == "symmetric", gradient, divergence, dropout)
-    context = Contextual(width, hidden) if prior == "contextual" else None
+    context = Contextual(width, hidden, heads if per_head else None) if prior == "contextual" else None
     assert location is not None
     if name == "weibull":
         return Weibull(start, location, scale, context, dropout)

@@ -12,6 +12,27 @@ from bayesformer.attention.ranges import check_positive
 from bayesformer.attention.rows import masked_log_softmax
 
 
+class HeadwiseLinear(nn.Module):
+    """An affine map of its own for every head, from (B, H, S, inputs) to (B, H, S, outputs)."""
+
+    def __init__(self, heads: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(heads, 1, outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every head's weights Glorot-uniform, biases 0, as those of `Linear`."""
+        with torch.no_grad():
+            for weight in self.weight:
+                nn.init.xavier_uniform_(weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, H, S, outputs): every head by its own map."""
+        return x @ self.weight.mT + self.bias
+
+
 class Contextual(nn.Module):
     """log Ψ, Ψ = softmax over keys of F₂(relu(F₁(K))). Fan et al. (2020), section 3.3.
 
@@ -20,14 +41,21 @@ class Contextual(nn.Module):
 
     Args:
         width: d, of a head's keys.
-        hidden: d_mid, between the two maps, which all heads share.
+        hidden: d_mid, between the two maps.
+        heads: H, where every head has maps of its own; None: all heads share them.
     """
 
-    def __init__(self, width: int, hidden: int = 5) -> None:
+    inner: Linear | HeadwiseLinear
+    outer: Linear | HeadwiseLinear
+
+    def __init__(self, width: int, hidden: int = 5, heads: int | None = None) -> None:
         super().__init__()
-        check_positive(width=width, hidden=hidden)
-        self.width, self.hidden = width, hidden
-        self.inner, self.outer = Linear(width, hidden), Linear(hidden, 1)
+        check_positive(width=width, hidden=hidden, **({} if heads is None else {"heads": heads}))
+        self.width, self.hidden, self.heads = width, hidden, heads
+        if heads is None:
+            self.inner, self.outer = Linear(width, hidden), Linear(hidden, 1)
+        else:
+            self.inner, self.outer = HeadwiseLinear(heads, width, hidden), HeadwiseLinear(heads, hidden, 1)
 
     def forward(self, keys: Tensor | None, mask: Visible) -> Tensor:
         """From keys (B, H, S, d) to log Ψ, (B, H, 1, S), or (B, H, T, S) if queries see different keys.

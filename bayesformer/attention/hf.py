@@ -22,7 +22,7 @@ NAME = "bayesformer"
 FAMILY = "attention_family"  # attribute of an attention module while it has a family
 INTERFACE, WHOLE = "ALL_ATTENTION_FUNCTIONS", "base_model_prefix"  # names by which code and whole models are known
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "qk_head_dim")
+WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "qk_head_dim", "head_size")
 ELSEWHERE = ("key_value_states", "encoder_hidden_states")  # what cross-attention attends to, as arguments are called
 CHANGES_SOFTMAX = ("softcap", "s_aux", "sinks")  # arguments of an attention function that change the softmax itself
 SHUT = -100.0  # what Swin adds to the logits between parts of an image that only the shift has made neighbours
@@ -114,7 +114,7 @@ def size(site: nn.Module) -> tuple[int, int]:
     """The number of heads of the queries, and the width of a head."""
     config = _config(site)
     heads = _first(site, HEADS) or _first(config, HEADS)
-    width = _first(site, WIDTHS)
+    width = _first(site, WIDTHS) or _first(config, WIDTHS)
     if heads is None or width is None:
         missing, tried = ("heads", HEADS) if heads is None else ("head width", WIDTHS)
         raise ValueError(

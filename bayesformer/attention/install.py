@@ -252,7 +252,7 @@ class _Template:
         made = copy.deepcopy(self.family)
         for name, part in self.family.named_children():
             if isinstance(part, Contextual):
-                setattr(made, name, Contextual(width, part.inner.out_features))
+                setattr(made, name, Contextual(width, part.hidden, None if part.heads is None else heads))
         for part in made.modules():
             if isinstance(part, Learned) and len(part.rho) not in {1, heads}:
                 raise ValueError(

@@ -36,8 +36,14 @@ examples:
       mean and spread of its attention maps, as a figure
   bayesformer study weights toy/m1 --networks 60
       the weights of trained networks: laws that fit them, figures, and priors made of these
+  bayesformer study continual
+      books one after another: what online Laplace on adapters keeps
+  bayesformer study unknown
+      does a language model know what it does not know?
   bayesformer study priors --tasks toy/m3
       log-likelihood against the scale of the prior, as a figure
+  bayesformer study reproduce --forecast
+      the study of Bayesian transformers: its plan and how long it takes; without the option, what is missing of it
   bayesformer data get mnist
       a data set from its official source into the user's cache; `bayesformer data list` names them
   bayesformer study fidelity results/fidelity
@@ -319,6 +325,9 @@ def _add_study(verbs: Any) -> None:
     maps.add_argument("--output", type=Path, default=Path("attention.svg"), help="the figure (attention.svg)")
     _add_weights(names)
     _add_priors(names)
+    _add_reproduce(names)
+    _add_citations(names)
+    _add_summary(names)
 
 
 def _add_weights(names: Any) -> None:
@@ -367,6 +376,71 @@ def _add_priors(names: Any) -> None:
     priors.add_argument("--networks", type=Path, help="folder of trained networks (none)")
     priors.add_argument("--set", action="append", default=[], metavar="GROUP.NAME=VALUE", help="a setting")
     _add_workers(priors, 1)
+
+
+def _add_citations(names: Any) -> None:
+    citations = names.add_parser(
+        "citations",
+        help="what the accuracy of a graph attention network depends on",
+        description="Trains the baseline of `study graphs` many times by a plain loop, with seeds of its own for the "
+        "start and for the dropout noise, and judges every run by four rules of stopping. Prints mean accuracies with "
+        "their standard errors and paired differences. Runs that the file holds are not made again.",
+    )
+    citations.add_argument("--graph", default="citeseer", choices=["cora", "citeseer"], help="which graph (citeseer)")
+    citations.add_argument("--runs", type=int, default=50, help="runs of every variant (50)")
+    citations.add_argument(
+        "--variants", default="tied", help="comma-separated: tied, noise 0, noise 1, start 0, torch (tied)"
+    )
+    citations.add_argument(
+        "--output",
+        type=Path,
+        default=Path("results/citations/citations.json"),
+        help="(results/citations/citations.json)",
+    )
+
+
+def _add_summary(names: Any) -> None:
+    summary = names.add_parser(
+        "summary",
+        help="the tables that open README.md and docs/results.md",
+        description="Writes, between the markers of both documents, which method won on every task, by how much and at "
+        "what cost, from stored results. The winner is chosen by validation data.",
+    )
+    summary.add_argument(
+        "--check", action="store_true", help="write nothing; returns 1 if a document is not up to date"
+    )
+    summary.add_argument("--results", type=Path, default=Path("results"), help="folder of the experiments (results/)")
+    summary.add_argument("--page", type=Path, default=Path("docs/results.md"), help="(docs/results.md)")
+    summary.add_argument("--readme", type=Path, default=Path("README.md"), help="(README.md)")
+
+
+def _add_reproduce(names: Any) -> None:
+    reproduce = names.add_parser(
+        "reproduce",
+        help="the whole study of Bayesian transformers",
+        description="Runs what is missing of the study of Bayesian transformers: networks, priors made of them, "
+        "choices on validation data, and every column of its tables on five series, part-of-speech tags and MNIST, in "
+        "the order that fills the tables soonest; then writes its pages. Before it begins it measures a few steps of "
+        "each kind of cell, and says with every cell how long the rest will take. Kill it, call it again: it goes on "
+        "where it was.",
+    )
+    reproduce.add_argument(
+        "--only", metavar="PATTERN", help="what a pattern of task and column matches: 'toy/m1*Laplace'"
+    )
+    reproduce.add_argument("--hours", type=float, help="begin no cell after this time")
+    reproduce.add_argument("--forecast", action="store_true", help="print the plan with its hours, and stop")
+    reproduce.add_argument("--report-only", action="store_true", help="write the pages of what is stored, run nothing")
+    reproduce.add_argument("--figure", metavar="NUMBER", help="draw one figure of the thesis, such as 3.2, and stop")
+    reproduce.add_argument(
+        "--results", type=Path, default=Path("results/study"), help="results folder (results/study/)"
+    )
+    reproduce.add_argument(
+        "--weights", type=Path, default=Path("results/weights"), help="statistics of weights (results/weights/)"
+    )
+    reproduce.add_argument("--networks", type=Path, help="folder of trained networks (networks/ in the user's cache)")
+    reproduce.add_argument("--pages", type=Path, default=Path("docs/study"), help="folder of the pages (docs/study/)")
+    reproduce.add_argument("--description", type=Path, help="a TOML file in the place of the study's own")
+    _add_workers(reproduce, None)
 
 
 def _add_workers(verb: argparse.ArgumentParser, default: int | None) -> None:

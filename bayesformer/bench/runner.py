@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,14 +24,19 @@ from bayesformer.bench.trial import Options, run_cell
 from bayesformer.core.progress import Reporter, Silent
 from bayesformer.core.storage import write_json
 
+NOT_BEGUN = "not begun"
+"""What a cell answers whose turn came after the deadline."""
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run: files of new results, cells that failed with their errors, and how many were there."""
+    """What became of a run: files of new results, cells that failed with their errors, how many were there, and how
+    many were not begun since their turn came after the deadline."""
 
     done: list[Path]
     failed: list[tuple[Cell, str]]
     skipped: int
+    left: int = 0
 
 
 def missing_cells(cells: Sequence[Cell], folder: Path) -> list[Cell]:
@@ -49,15 +55,29 @@ def check_writable(folder: Path) -> None:
         raise ValueError(f"results folder {folder} must be a folder one can write to: {error.strerror}.") from error
 
 
-def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = None) -> Outcome:
-    """Run the cells that have no result yet; each result is safe on disk as soon as its cell ends."""
+def run(
+    cells: Sequence[Cell],
+    options: Options,
+    reporter: Reporter | None = None,
+    on_end: Callable[[Cell], None] | None = None,
+) -> Outcome:
+    """Run the cells that have no result yet; each result is safe on disk as soon as its cell ends.
+
+    `on_end` is told of every cell that was run, before `reporter` is.
+    """
     reporter = reporter or Silent()
     check_writable(options.results)
     missing = missing_cells(cells, options.results)
     waiting = Counter(cell.trained_in for cell in missing)
     done: list[Path] = []
     failed: list[tuple[Cell, str]] = []
+    left = 0
     for cell, problem in _each(in_order(missing), options, reporter):
+        if problem == NOT_BEGUN:
+            left += 1
+            continue
+        if on_end is not None:
+            on_end(cell)
         if problem is None:
             done.append(options.results / cell.path)
             waiting[cell.trained_in] -= 1
@@ -66,7 +86,7 @@ def run(cells: Sequence[Cell], options: Options, reporter: Reporter | None = Non
         else:
             failed.append((cell, problem))
         reporter.update("cells", len(done) + len(failed), len(missing), str(cell))
-    return Outcome(done, failed, len(cells) - len(missing))
+    return Outcome(done, failed, len(cells) - len(missing), left)
 
 
 def _each(cells: list[Cell], options: Options, reporter: Reporter) -> Iterator[tuple[Cell, str | None]]:
@@ -99,6 +119,8 @@ class CellWork:
 
     def __call__(self, cell: Cell, reporter: Reporter) -> str | None:
         """Run the cell and write its result, or its error; returns the error in one line, or None."""
+        if self.options.deadline is not None and time.time() > self.options.deadline:
+            return NOT_BEGUN
         try:
             result = run_cell(cell, self.options, _Named(reporter, str(cell)))
             write_json(self.options.results / cell.path, result)

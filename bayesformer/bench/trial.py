@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bayesformer import evaluate
 from bayesformer.attention.attention_maps import picture
@@ -45,10 +45,16 @@ class Options:
     keep_posteriors: bool = True
     checkpoint_seconds: float = 10.0
     networks: Path | None = None  # trained networks that are not trained again
+    pictures: Literal["all", "first seed", "none"] = "all"  # of which cells data for figures are kept
+    deadline: float | None = None  # time.time() after which no cell is begun
 
     def __post_init__(self) -> None:
         if isinstance(self.workers, bool) or not isinstance(self.workers, int) or self.workers < 1:
             raise ValueError(f"workers must be a whole number of at least 1; got {self.workers!r}.")
+
+    def pictured(self, seed: int) -> bool:
+        """Whether data for figures are kept of a cell of this seed."""
+        return self.pictures == "all" or (self.pictures == "first seed" and seed == 0)
 
 
 def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]:
@@ -95,6 +101,9 @@ def run_cell(cell: Cell, options: Options, reporter: Reporter) -> dict[str, Any]
     whole = not resumed and problem.networks is None and cell.start is None
     if whole and posterior.facts.get("strategy") != "processes":  # else not all gradients were counted here
         cost["gradient_epochs"] = round(effort.examples / len(data.train), 2)
+    if not options.pictured(cell.seed):
+        evaluation = evaluation._replace(figures={})
+    cost["cell_seconds"] = round((datetime.now(UTC) - started).total_seconds(), 1)
     return _record(cell, posterior, evaluation, validation, cost, started)
 
 

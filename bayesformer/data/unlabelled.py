@@ -40,6 +40,10 @@ class InputBatches(Protocol):
         """At most `count` examples, for checks; a stream gives them again when it is read."""
         ...
 
+    def first_labelled(self, count: int) -> Asked:
+        """The same with labels, where the data have any."""
+        ...
+
     def padded_with(self, token: int) -> InputBatches:
         """The same inputs, with token numbers filled up by `token` where it is this library that pads them."""
         ...
@@ -70,6 +74,10 @@ class TensorInputs:
     def first(self, count: int) -> Inputs:
         """Inputs of the first `count` examples, or of all there are if they are fewer."""
         return map_inputs(self.inputs, lambda x: x[:count])
+
+    def first_labelled(self, count: int) -> Asked:
+        """The same with the labels and the mask that there are."""
+        return next(self.labelled(count))
 
     def padded_with(self, token: int) -> TensorInputs:  # noqa: ARG002
         """These inputs: tensors have been padded already."""
@@ -113,7 +121,12 @@ class ReadInputs:
 
     def first(self, count: int) -> Inputs:
         """The first examples, at most `count`."""
-        return map_inputs(drop_labels(self.reader.raw_first(count), self.reader.name), lambda x: x[:count])
+        return self.first_labelled(count).inputs
+
+    def first_labelled(self, count: int) -> Asked:
+        """The same with the labels that there are."""
+        inputs, *labels = asked_in(self.reader.raw_first(count), self.reader.name)
+        return Asked(map_inputs(inputs, lambda x: x[:count]), *(None if x is None else x[:count] for x in labels))
 
     def padded_with(self, token: int) -> ReadInputs:
         """The same inputs, padded with `token`."""

@@ -46,7 +46,7 @@ class GlueRow(NamedTuple):
 
 
 class GlueParts(NamedTuple):
-    """Three disjoint sets of rows."""
+    """Three disjoint sets of rows of one task."""
 
     train: list[GlueRow]
     validation: list[GlueRow]

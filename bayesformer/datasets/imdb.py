@@ -12,7 +12,7 @@ import lzma
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from bayesformer.core.seeds import generator
 from bayesformer.data import Data
 from bayesformer.datasets.places import locate
 
+Padding: TypeAlias = Literal["end", "start"]
 PADDING, UNKNOWN = 0, 1
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
@@ -35,7 +36,9 @@ class Reviews(NamedTuple):
     vocabulary: tuple[str, ...]  # word of each token number
 
 
-def load(train: int, validation: int, test: int, words: int, length: int, seed: int = 0) -> Reviews:
+def load(
+    train: int, validation: int, test: int, words: int, length: int, seed: int = 0, padding: Padding = "end"
+) -> Reviews:
     """Random reviews, half of them positive in the long run; validation comes from the training file."""
     source, held_out = read("train"), read("test")
     if train + validation > len(source) or test > len(held_out):
@@ -50,7 +53,8 @@ def load(train: int, validation: int, test: int, words: int, length: int, seed: 
     # Ties in frequency are broken by the alphabet, so that the numbers never depend on the order of reading.
     known = sorted(counts, key=lambda word: (-counts[word], word))[: words - 2]
     numbers = {word: i + 2 for i, word in enumerate(known)}
-    first, second, third = (encode(part, numbers, length) for part in (chosen[:train], chosen[train:], tested))
+    parts = (chosen[:train], chosen[train:], tested)
+    first, second, third = (encode(part, numbers, length, padding) for part in parts)
     return Reviews(first, second, third, ("<pad>", "<unknown>", *known))
 
 
@@ -75,12 +79,17 @@ def words_of(text: str) -> list[str]:
     return WORD.findall(text.replace("<br />", " ").lower())
 
 
-def encode(reviews: Sequence[tuple[list[str], int]], numbers: dict[str, int], length: int) -> Data:
-    """The last `length` words of each review as numbers, padded at the end."""
+def encode(
+    reviews: Sequence[tuple[list[str], int]], numbers: dict[str, int], length: int, padding: Padding = "end"
+) -> Data:
+    """The last `length` words of each review as numbers, padded at the end, or at the start for recurrent networks."""
     ids = torch.full((len(reviews), length), PADDING)
     for row, (tokens, _) in zip(ids, reviews, strict=True):
         last = torch.tensor([numbers.get(word, UNKNOWN) for word in tokens[-length:]], dtype=torch.long)
-        row[: len(last)] = last
+        if padding == "end":
+            row[: len(last)] = last
+        else:
+            row[length - len(last) :] = last
     labels = torch.tensor([label for _, label in reviews])
     return Data({"input_ids": ids, "attention_mask": mask_of(ids)}, labels)
 

@@ -38,7 +38,7 @@ class Statement(NamedTuple):
 
 
 def statements() -> list[Statement]:
-    """The statements of the file."""
+    """The statements in the order of the file."""
     path = locate("statements_en_sm/statements.tsv", "statements", fetched=False)
     lines = read_content(path, "statements").decode("utf8").strip("\n").split("\n")[1:]
     found = []

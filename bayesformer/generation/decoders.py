@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.likelihoods.language import unwrapped
+from bayesformer.model.adapters import virtual_tokens
 from bayesformer.model.calling import select_output
 from bayesformer.model.shell import Shell
 from bayesformer.predict.member_layers import SharedBase, find_shared_base
@@ -45,7 +46,10 @@ class CachedModule:
     def __init__(self, module: nn.Module, cached: bool | None) -> None:
         self.module = module
         self.takes = arguments(module)
-        self.cached = "use_cache" in self.takes if cached is None else cached
+        self.asked, reason = cached, _no_cache(module, self.takes)
+        if cached and reason is not None:
+            raise _cannot(reason)
+        self.cached = reason is None if cached is None else cached
         self.past: Any = None
         self.ids: Tensor | None = None  # all that was read, without a cache
         self.positions: Tensor | None = None
@@ -59,12 +63,33 @@ class CachedModule:
             ids = ids if self.ids is None else torch.cat([self.ids, ids], 1)
             positions = positions if self.positions is None else torch.cat([self.positions, positions], 1)
             self.ids, self.positions = ids, positions
+            options |= {"use_cache": False} if "use_cache" in self.takes else {}
         known = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
         options |= {name: value for name, value in known.items() if name in self.takes}
         output = self.module(input_ids=ids, **options) if "input_ids" in self.takes else self.module(ids, **options)
         if self.cached:
-            self.past = output.past_key_values
+            self._remember(output, ids, positions)
         return select_output(output)[:, -1].float()
+
+    def _remember(self, output: Any, ids: Tensor, positions: Tensor) -> None:
+        """Keep the cache of a pass; if the first pass gives none, what was read."""
+        self.past = getattr(output, "past_key_values", None)
+        if self.past is None:
+            if self.asked:
+                raise _cannot(f"{type(unwrapped(self.module)).__name__} returned no past_key_values")
+            self.cached, self.ids, self.positions = False, ids, positions
+
+
+def _no_cache(module: nn.Module, takes: frozenset[str]) -> str | None:
+    """Why a model cannot continue from keys and values of what it has read; None where it can, as far as is known."""
+    if virtual_tokens(module):
+        return "PEFT puts the virtual tokens of a prompt or prefix before whatever a pass reads"
+    missing = [name for name in ("use_cache", "past_key_values") if name not in takes]
+    return f"{type(unwrapped(module)).__name__} takes no {' and no '.join(missing)}" if missing else None
+
+
+def _cannot(reason: str) -> ValueError:
+    return ValueError(f"cached must be None or False for this model; got True, but {reason}.")
 
 
 def arguments(module: nn.Module) -> frozenset[str]:

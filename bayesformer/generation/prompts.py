@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,10 @@ def check_generates(model: nn.Module) -> None:
         raise ValueError(
             f"generate takes causal language models; encoder-decoder models ({type(base).__name__}) are not supported."
         )
+    if "perm_mask" in inspect.signature(base.forward).parameters:  # of XLNet: without it a position sees its own token
+        raise ValueError(
+            f"generate takes models that read from left to right; {type(base).__name__} reads in any order."
+        )
     if hasattr(base, "config") and not is_causal_language_model(base):
         raise ValueError(f"generate takes causal language models; got {type(base).__name__}.")
 
@@ -59,7 +64,7 @@ def check_length(model: nn.Module, longest: int, new_tokens: int) -> None:
     """Refuse a prompt that leaves no room for the new tokens among the positions of the model."""
     config = getattr(unwrapped(model), "config", None)
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if isinstance(limit, int) and longest + new_tokens > limit:
+    if isinstance(limit, int) and limit > 0 and longest + new_tokens > limit:
         raise ValueError(
             f"prompt and new tokens must fit into the model's {limit} positions; got a prompt of {longest} tokens and "
             f"max_new_tokens={new_tokens}."

@@ -27,6 +27,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("bayesformer.hf needs transformers: pip install 'bayesformer[hf]'.") from error
 
+SPAN, IGNORED = ("start_positions", "end_positions"), -100  # labels of question answering by their names in its loss
 WAYS_TO_COLLECT = ("swag", "snapshots")
 
 
@@ -80,7 +81,8 @@ class TrainerCollect(TrainerCallback):
         """Remember which weights are trained."""
         self.model = unwrap(model)
         self.space = Space.of(self.model)
-        self.likelihood = self.likelihood or likelihood_of(self.model)
+        if self.likelihood is None:
+            likelihood_of(self.model)  # a head that is unknown is refused before training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take a snapshot when one is due."""
@@ -108,11 +110,11 @@ class TrainerCollect(TrainerCallback):
             raise ValueError(f"posterior needs at least 2 snapshots; training took {len(self.steps)}. Train longer.")
         assert self.model is not None
         assert self.space is not None
-        assert self.likelihood is not None
+        likelihood = self.likelihood or likelihood_of(self.model)  # its loss has settled problem_type by now
         law: Law = Samples(torch.stack(self.rows), {}) if self.rows else swag.law(self.state, self.scale)
         settings = {"snapshots": self.snapshots, "start": self.start, "rank": self.rank, "scale": self.scale}
         facts = {"method": {"name": f"collect/{self.method}", **settings}, "steps": [self.steps[-1]]}
-        return Posterior(self.model, self.likelihood, law, self.space, facts={**facts, "taken_at": self.steps})
+        return Posterior(self.model, likelihood, law, self.space, facts={**facts, "taken_at": self.steps})
 
 
 def _given_weights() -> Transform:
@@ -158,4 +160,9 @@ class _Collator:
         self.names, self.collate = {*taken, "labels", "label", "label_ids"}, collate
 
     def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        return dict(self.collate([{k: v for k, v in row.items() if k in self.names} for row in rows]))
+        batch = dict(self.collate([{k: v for k, v in row.items() if k in self.names} for row in rows]))
+        if "labels" not in batch and all(name in batch for name in SPAN):
+            ends = torch.stack([batch.pop(name).reshape(-1) for name in SPAN], 1).clamp_min(0)  # (B, 2)
+            length = batch["input_ids"].shape[1]
+            batch["labels"] = ends.masked_fill(ends >= length, IGNORED)  # an answer that was cut off, as in its loss
+        return batch

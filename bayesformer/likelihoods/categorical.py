@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bayesformer.core.compat import transformed
 from bayesformer.core.types import Outputs
 from bayesformer.likelihoods import links
 from bayesformer.likelihoods.base import Likelihood, sum_positions
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.output_draws import as_draws, closed_form, promote
 from bayesformer.likelihoods.predictive import CategoricalPredictive
+from bayesformer.likelihoods.wide_cross_entropy import WIDE, WideCrossEntropy
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class Categorical(Likelihood):
         if mask is not None:
             targets = targets.masked_fill(~super().kept(targets, mask), self.ignore_index)
         rows, labels = promote(outputs).flatten(0, -2), targets.flatten().long()
-        loss = F.cross_entropy(rows, labels, ignore_index=self.ignore_index, reduction="none")
+        if rows.shape[-1] >= WIDE and rows.requires_grad and len(rows) and not transformed():
+            loss = WideCrossEntropy.apply(rows, labels, self.ignore_index)
+        else:
+            loss = F.cross_entropy(rows, labels, ignore_index=self.ignore_index, reduction="none")
         return -sum_positions(loss.view(targets.shape))
 
     def hessian(self, outputs: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = Non
     some models would silently feed the decoder their input_ids: that is an error.
     """
     base: Any = unwrapped(model)
-    if not _generates_from_labels(base) or _has_decoder_inputs(inputs):
+    if not generates_from_labels(base) or _has_decoder_inputs(inputs):
         return inputs
     if labels is None:
         raise ValueError(
@@ -203,7 +203,7 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
-def _generates_from_labels(model: nn.Module) -> bool:
+def generates_from_labels(model: nn.Module) -> bool:
     """Whether labels of this model are the tokens that its decoder shall generate."""
     other = any(part in type(model).__name__ for part in NOT_GENERATING)
     return _is_encoder_decoder(model) and not other and "labels" in inspect.signature(model.forward).parameters

@@ -63,6 +63,8 @@ class Attention:
     """whether to keep the epoch at which mean attention scores best on validation data"""
     samples: int = field(default=1, metadata=LATER)
     """forward passes per step, each with draws of its own"""
+    per_head: bool = field(default=False, metadata=LATER)
+    """whether every head has a network of its own for a contextual prior"""
 
     AFTER_TRAINING: ClassVar[tuple[str, ...]] = ("draws", "keep_dropout")
 
@@ -82,7 +84,7 @@ class Attention:
     @property
     def _settings(self) -> dict[str, Any]:
         names = ("spread", "data_dependent", "length", "prior", "prior_scale", "prior_location", "hidden")
-        return {name: getattr(self, name) for name in (*names, "gradient", "divergence")}
+        return {name: getattr(self, name) for name in (*names, "per_head", "gradient", "divergence")}
 
     @property
     def preparation(self) -> Preparation:

@@ -125,16 +125,6 @@ def _reset(path: str, module: nn.Module, root: nn.Module) -> None:
         initialise_part(owner, module)
 
 
-def adapters_of(model: nn.Module) -> list[list[Any]]:
-    """The states that PEFT's layers are in, each once: active adapters, whether they are merged, whether disabled."""
-    found = set()
-    for module in model.modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "merged") and hasattr(module, "disable_adapters"):
-            active: Any = module.active_adapters
-            found.add((tuple(active), bool(module.merged), bool(module.disable_adapters)))
-    return [[list(active), merged, disabled] for active, merged, disabled in sorted(found)]
-
-
 def _reset_adapters(module: Any, chosen: set[int]) -> None:
     for adapter in list(module.lora_A):
         if id(module.lora_A[adapter].weight) in chosen:

@@ -154,8 +154,12 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """The encoded positions (B, T, D); `valid` (B, T) is nonzero where a position is no padding."""
+        return self.encode(self.positions(x), valid)
+
+    def encode(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """The same for tokens that are marked with their positions already, of which some may be left out."""
         mask = self.mask(x.shape[-2], valid)
-        x = self.dropout(self.positions(x))
+        x = self.dropout(x)
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x)

@@ -6,6 +6,7 @@ hold the whole, and are ignored by PEFT.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,42 @@ from torch import Tensor, nn
 
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.storage import read_json, write_tensors
+from bayesformer.model.adapters import active_adapters, adapters_of, is_adapted
 from bayesformer.model.skeleton import shadow
 
 if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
 
+logger = logging.getLogger("bayesformer")
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def has_adapter(model: nn.Module) -> bool:
-    """Whether a model is a PEFT model with one active adapter; known by attributes, PEFT is not imported for others."""
-    wrapped = isinstance(getattr(model, "peft_config", None), dict)
-    return wrapped and callable(getattr(model, "get_base_model", None)) and isinstance(model.active_adapter, str)
+def adapter_to_write(model: nn.Module) -> str | None:
+    """The adapter that PEFT's files can stand for the model by: its only active one, in force and not merged."""
+    active = active_adapters(model)
+    if not is_adapted(model) or len(active) != 1:
+        return None
+    return active[0] if adapters_of(model) in ([], [[active, False, False]]) else None
+
+
+def write_mean(posterior: Posterior, folder: Path) -> None:
+    """PEFT's two files with the mean of a posterior over one adapter; no such files, and a line of the log, of several.
+
+    Those of an earlier save would be of another posterior and are taken away.
+    """
+    if not is_adapted(posterior.model) or posterior.preparation.changes:
+        return
+    if adapter_to_write(posterior.model) is not None:
+        write_adapter(posterior, posterior.law.mean, folder)
+        return
+    for name in (CONFIG, WEIGHTS):
+        (folder / name).unlink(missing_ok=True)
+    logger.warning(
+        "PEFT's own files hold one active adapter, and the adapters here are %s (active, merged, disabled): the "
+        "posterior is saved without them and loads on a PEFT model with these adapters.",
+        adapters_of(posterior.model),
+    )
 
 
 def write_adapter(posterior: Posterior, theta: Tensor, folder: Path) -> None:
@@ -34,7 +59,7 @@ def write_adapter(posterior: Posterior, theta: Tensor, folder: Path) -> None:
     with posterior.shells.borrow() as shell:
         shell.load(theta)
         model: Any = shell.module
-        name = model.active_adapter
+        (name,) = active_adapters(model)
         weights = get_peft_model_state_dict(model, adapter_name=name)
         folder.mkdir(parents=True, exist_ok=True)
         config = model.peft_config[name]
@@ -50,9 +75,14 @@ def write_adapter(posterior: Posterior, theta: Tensor, folder: Path) -> None:
 
 def check_exportable(posterior: Posterior, folder: Path) -> None:
     """Refuse posteriors that are not over adapters, and folders that hold draws already."""
-    if not has_adapter(posterior.model):
+    if not is_adapted(posterior.model):
         raise ValueError(
             f"export_adapters needs a posterior over adapters of a PEFT model; got {type(posterior.model).__name__}."
+        )
+    if adapter_to_write(posterior.model) is None:
+        raise ValueError(
+            "export_adapters needs a model with one active adapter, neither merged nor disabled, since a file of PEFT "
+            f"holds one; got {adapters_of(posterior.model)} (active, merged, disabled)."
         )
     if posterior.noisy_draws or posterior.preparation.changes:
         raise ValueError(
@@ -74,7 +104,7 @@ def export_adapters(posterior: Posterior, folder: Path, draws: int, seed: int) -
 
 def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
     """A plain base model with the adapter of a saved posterior, as a private tree; other models as they are."""
-    if has_adapter(model) or not (folder / CONFIG).exists():
+    if is_adapted(model) or not (folder / CONFIG).exists():
         return model
     try:
         from peft import PeftModel

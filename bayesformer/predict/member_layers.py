@@ -8,7 +8,7 @@ hook expands it when it reaches the first that does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ class SharedBase:
     paths: tuple[str, ...]  # of the linear layers
     differing: tuple[str, ...]  # names of their weights
     trunk: float  # share of the blocks that come before the first that differs
+    block: str | None = None  # path of that block; None where the whole model is expanded
 
     def draws_per_pass(self, tokens: int) -> int:
         """How many draws go through one pass over this many tokens, at least 1.
@@ -46,10 +47,11 @@ class SharedBase:
     def holding(self, shell: Shell, rows: Tensor) -> Iterator[None]:
         """The shell's module with the weights of several draws, rows (M, P): B examples give M · B rows of outputs."""
         shell.load(rows[0])
-        shell.module.eval()
+        if any(part.training for part in shell.module.modules()):
+            shell.module.eval()
         views = shell.space.views(rows)
         weights = {name: views[name].to(shell.weights[name]) for name in self.differing}
-        with expanded(shell.module, weights, list(self.paths), len(rows)):
+        with expanded(shell.module, weights, self.paths, len(rows), self.block):
             yield
 
 
@@ -77,7 +79,7 @@ def find_shared_base(shell: Shell, rows: Tensor) -> SharedBase | None:
     listed, _, number = block.rpartition(".")
     blocks = shell.module.get_submodule(listed)
     assert isinstance(blocks, nn.ModuleList)
-    return SharedBase(tuple(paths), differing, int(number) / len(blocks))
+    return SharedBase(tuple(paths), differing, int(number) / len(blocks), block)
 
 
 class MemberLinear(nn.Module):
@@ -116,7 +118,7 @@ def linear_modules(module: nn.Module, names: list[str]) -> list[str] | None:
     return list(paths) if plain else None
 
 
-def first_block(module: nn.Module, paths: list[str]) -> str | None:
+def first_block(module: nn.Module, paths: Sequence[str]) -> str | None:
     """Path of the first block that holds one of these modules; None if the whole model has to be expanded.
 
     Blocks are the entries of the outermost `nn.ModuleList` around the first of the modules. All others must be in the
@@ -136,7 +138,9 @@ def first_block(module: nn.Module, paths: list[str]) -> str | None:
 
 
 @contextmanager
-def expanded(module: nn.Module, weights: Params, paths: list[str], members: int) -> Iterator[None]:
+def expanded(
+    module: nn.Module, weights: Params, paths: Sequence[str], members: int, block: str | None
+) -> Iterator[None]:
     """The module with M draws of some of its weights at once: called with B examples it returns M · B rows.
 
     Args:
@@ -144,13 +148,18 @@ def expanded(module: nn.Module, weights: Params, paths: list[str], members: int)
         weights: by name, each (M, ...); those that are the same in all draws are in the module already.
         paths: of the Linear modules that hold them, from `linear_modules`.
         members: M.
+        block: path of the first block that holds one of them, from `first_block`.
     """
-    replaced = {path: module.get_submodule(path) for path in paths}
-    for path, own in replaced.items():
+    replaced = []
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        owner = module.get_submodule(parent)
+        own = owner.get_submodule(name)
         assert isinstance(own, nn.Linear)
         bias: Tensor | None = weights.get(f"{path}.bias", own.bias)
-        module.set_submodule(path, MemberLinear(weights.get(f"{path}.weight", own.weight), bias))
-    blocks = blocks_from(module, first_block(module, paths))
+        setattr(owner, name, MemberLinear(weights.get(f"{path}.weight", own.weight), bias))
+        replaced.append((owner, name, own))
+    blocks = blocks_from(module, block)
     expand = _Expand(members, blocks[0])
     hooks = [block.register_forward_pre_hook(expand, with_kwargs=True) for block in blocks]
     try:
@@ -158,8 +167,8 @@ def expanded(module: nn.Module, weights: Params, paths: list[str], members: int)
     finally:
         for hook in hooks:
             hook.remove()
-        for path, own in replaced.items():
-            module.set_submodule(path, own)
+        for owner, name, own in replaced:
+            setattr(owner, name, own)
 
 
 def blocks_from(module: nn.Module, first: str | None) -> list[nn.Module]:

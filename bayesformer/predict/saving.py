@@ -17,10 +17,11 @@ from bayesformer.core.seeds import stream
 from bayesformer.core.storage import checksum, plain, read_json, read_tensors, write_json, write_tensors
 from bayesformer.laws import from_tensors
 from bayesformer.layers.preparation import Preparation, prepared_tree
+from bayesformer.model.adapters import adapters_of, used_weights
 from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
-from bayesformer.model.starting import adapters_of
+from bayesformer.predict.configuration import configuration_of, first_difference
 from bayesformer.predict.streamlined.output_calibration import Calibration
 from bayesformer.version import __version__
 
@@ -54,6 +55,7 @@ def save(posterior: Posterior, folder: Path, calibration: Calibration | None = N
         "prepared_attention": describe_families(prepared_tree(model, infer, posterior.preparation)),
         "held": list(posterior.held),
         **{name: getattr(posterior, name) for name in (*PLAIN, "tempering")},
+        "configuration": configuration_of(model, bool(posterior.noisy_draws)),
         "base": base_fingerprint(model, {*learned, *frozen}),
         "facts": plain(posterior.facts),
     }
@@ -91,7 +93,11 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     device = device_of_model(base)
     frozen = {name: p.to(device) for name, p in frozen.items()}
     prepared = _fitting(folder, base, space, infer, preparation, frozen, saved["prepared_attention"])
-    if saved["base"] != base_fingerprint(base, {*infer, *frozen}):
+    configured = configuration_of(base, bool(saved["noisy_draws"]))
+    difference = first_difference(saved.get("configuration", {}), configured)  # earlier files have none
+    if difference is not None:
+        raise DamagedFileError(f"posterior {folder} belongs to another model: {difference}.")
+    if not _is_base(base, {*infer, *frozen}, saved["base"]):
         raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
     device = dict(base.named_parameters(remove_duplicate=False))[infer[0]].device
     own = {k: v for k, v in tensors.items() if k.partition(".")[0] not in {"frozen", CALIBRATION}}
@@ -127,8 +133,15 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
-    """A hash of the weights that a file does not hold: draws for one base model are wrong on another."""
-    return checksum({name: p for name, p in model.named_parameters() if name not in in_file})
+    """A hash of the weights that passes use and a file does not hold: draws for one base are wrong on another."""
+    return checksum({name: p for name, p in used_weights(model).items() if name not in in_file})
+
+
+def _is_base(model: nn.Module, in_file: Set[str], fingerprint: str) -> bool:
+    """Whether the weights outside a file are those it was made for; earlier files counted what no pass uses, too."""
+    if fingerprint == base_fingerprint(model, in_file):
+        return True
+    return fingerprint == checksum({name: p for name, p in model.named_parameters() if name not in in_file})
 
 
 def _sum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:

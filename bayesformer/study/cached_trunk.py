@@ -5,7 +5,7 @@ Where only the last layers learn, the layers below give the same states in every
 
 from __future__ import annotations
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ class TopLayers(nn.Module):
         super().__init__()
         self.layers = deepcopy(model.model.layers[first:])  # adapters are put into them
         self.norm, self.rotary, self.head = model.model.norm, model.model.rotary_emb, model.lm_head
+
+    def fresh(self) -> TopLayers:
+        """The same with layers of its own, sharing the rest."""
+        found = copy(self)
+        found._modules = {**self._modules, "layers": deepcopy(self.layers)}
+        return found
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits of the next token at every position."""

@@ -93,7 +93,7 @@ class Learner:
 
     @property
     def name(self) -> str:
-        """A short name for tables."""
+        """A short name for the rows of tables."""
         return f"laplace, {self.structure}" if self.kind == "laplace" else self.kind
 
 
@@ -110,7 +110,7 @@ class Shelf:
 
     @cached_property
     def top(self) -> int:
-        """The number of the last layer."""
+        """The number of the last decoder layer."""
         return len(self.model.model.layers) - 1
 
     def adapted(self, place: str, seed: int) -> nn.Module:
@@ -251,7 +251,7 @@ class Course:
 
     @cached_property
     def log(self) -> CellLog:
-        """The stored cells."""
+        """The cells that are stored so far."""
         return CellLog(self.folder / "continual.jsonl")
 
     @cached_property

@@ -36,7 +36,7 @@ WAYS = {"mle": "the Trainer's model", "collect": "Collect, swag", "laplace": "la
 
 @dataclass(frozen=True)
 class TrainerRun:
-    """Settings of the Trainer."""
+    """Settings of the Trainer and of what it learns."""
 
     epochs: int = 6
     batch: int = 32
@@ -119,7 +119,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """The command: does what is missing, prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--results", type=Path, default=Path("results/trainer"), help="results folder")
     parser.add_argument("--seeds", type=int, default=1, help="training seeds (1)")

@@ -89,13 +89,18 @@ class Pupil:
 
     @cached_property
     def top(self) -> int:
-        """The number of the last layer."""
+        """The number of the last decoder layer."""
         return len(self.model.model.layers) - 1
+
+    @cached_property
+    def last_layer(self) -> TopLayers:
+        """The last layer and the head in float32, copies: half precision would round small steps of its weights."""
+        return deepcopy(TopLayers(self.model, self.top)).float()
 
     def ready(self, place: str, seed: int) -> nn.Module:
         """The model whose learned weights require gradients: new adapters, or the whole last attention layer."""
         if place == "last":
-            found: nn.Module = TopLayers(self.model, self.top).float()
+            found = self.last_layer.fresh()
             for name, weight in found.named_parameters():
                 weight.requires_grad_("self_attn" in name)
             return found
@@ -138,7 +143,7 @@ class Examination:
 
     @cached_property
     def log(self) -> CellLog:
-        """The stored cells."""
+        """The cells that are stored so far."""
         return CellLog(self.folder / "unknown.jsonl")
 
     @cached_property
@@ -149,7 +154,7 @@ class Examination:
     # ------------------------------------------------------------------------------------- networks and chains
 
     def run_cell(self, place: str, way: str, lr: float, member: int) -> StudyCell:
-        """The cell of one training."""
+        """The cell of one training of a way."""
         return StudyCell(TASK, way, member, {"place": place, "lr": lr, "part": "training", **asdict(self.sizes)})
 
     def trained(self, place: str, way: str, lr: float, member: int) -> Posterior:
@@ -255,7 +260,7 @@ class Examination:
         return self.log.add(cell, metrics, cost, figures)
 
     def all(self, places: Sequence[str], ways: Sequence[str] = WAYS) -> None:
-        """Do what is missing."""
+        """Do every evaluation that is missing."""
         for place in places:
             for way in ways:
                 for seed in range(TUNED_SEEDS if way == "tuned" else 1):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,11 +51,23 @@ def scores(result: Result, name: str, score: str, members: int | None = None) ->
 
 def interval(familiar: Tensor, foreign: Tensor, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
     """An interval of the AUROC by drawing statements with replacement; a prompt and what was made of it go together."""
+    return _resampled(lambda rows: (familiar[rows], foreign[rows]), len(familiar), level, seed)
+
+
+def interval_of_errors(values: Tensor, right: Tensor, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """The same for right against wrong answers (N,): statements are drawn, and fall on one side or the other."""
+    return _resampled(lambda rows: (values[rows][right[rows]], values[rows][~right[rows]]), len(values), level, seed)
+
+
+def _resampled(
+    pair: Callable[[Tensor], tuple[Tensor, Tensor]], count: int, level: float, seed: int
+) -> tuple[float, float]:
     source = generator(seed, "bootstrap")
     found = []
     for _ in range(RESAMPLED):
-        rows = torch.randint(len(familiar), (len(familiar),), generator=source)
-        found.append(area(familiar[rows], foreign[rows]))
+        familiar, foreign = pair(torch.randint(count, (count,), generator=source))
+        if len(familiar) and len(foreign):
+            found.append(area(familiar, foreign))
     tail = (1 - level) / 2
     low, high = torch.tensor(found, dtype=torch.float64).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
     return float(low), float(high)
@@ -97,34 +109,42 @@ def _row(cells: Sequence[Result]) -> list[str]:
     """Entries of a way: one evaluation with intervals, or the mean of several with their standard deviation."""
     count = int(cells[0]["metrics"]["members"])
     entries = [str(count), *(_mean([r["metrics"][f"loss/{name}"] for r in cells]) for name in ("english", "samoan"))]
-    for name in CONTRASTS:
-        for score in ("total", "epistemic"):
-            entries.append(_area(cells, count, score, lambda r, s, n=name: (scores(r, "english", s), scores(r, n, s))))
-    for score in ("total", "epistemic"):
-        entries.append(_area(cells, count, score, _errors))
-    return entries
+    kinds = ("total", "epistemic")
+    entries += [_told(count, kind, [_against(r, name, kind) for r in cells]) for name in CONTRASTS for kind in kinds]
+    return entries + [_told(count, kind, [_errors(r, kind) for r in cells]) for kind in kinds]
 
 
-def _errors(result: Result, score: str) -> tuple[Tensor, Tensor]:
-    """Uncertainty at the missing word of the statements that were ended rightly, and of the others."""
-    right = scores(result, "english", "right") > 0.5
-    values = scores(result, "english", f"last_{score}")
-    return values[right], values[~right]
+class Area(NamedTuple):
+    """An AUROC and its interval."""
+
+    value: float
+    low: float
+    high: float
 
 
-def _area(cells: Sequence[Result], count: int, score: str, pair: Any) -> str:
-    if score == "epistemic" and count == 1:
+def _against(result: Result, name: str, kind: str) -> Area:
+    """How well an uncertainty tells a set of prompts from the English statements."""
+    familiar, foreign = scores(result, "english", kind), scores(result, name, kind)
+    return Area(evaluate.auroc(familiar, foreign), *interval(familiar, foreign))
+
+
+def _errors(result: Result, kind: str) -> Area | None:
+    """How well the uncertainty at the missing word tells statements that were ended wrongly; None if none was."""
+    right, values = scores(result, "english", "right") > 0.5, scores(result, "english", f"last_{kind}")
+    if bool(right.all()) or not bool(right.any()):
+        return None
+    return Area(evaluate.auroc(values[right], values[~right]), *interval_of_errors(values, right))
+
+
+def _told(count: int, kind: str, areas: Sequence[Area | None]) -> str:
+    if kind == "epistemic" and count == 1:
         return "0"
-    pairs = [pair(result, score) for result in cells]
-    if any(not len(part) for both in pairs for part in both):
-        return "none wrong"
-    if len(cells) > 1:
-        return _mean([evaluate.auroc(*both) for both in pairs])
-    value = evaluate.auroc(*pairs[0])
-    if len(pairs[0][0]) != len(pairs[0][1]):
-        return f"{value:.2f}"
-    low, high = interval(*pairs[0])
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+    known = [found for found in areas if found is not None]
+    if not known:
+        return "all alike"
+    if len(known) > 1:
+        return _mean([found.value for found in known])
+    return f"{known[0].value:.2f} [{known[0].low:.2f}, {known[0].high:.2f}]"
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -156,14 +176,17 @@ def figure(results: Sequence[Result], path: Path) -> Path:
     found = evaluations(results)
     panels = []
     for place, title in PLACE_NAMES.items():
-        way = next((w for w in ("ensemble", "parallel", "serial") if (place, w) in found), None)
+        way = next((w for w in ("ensemble", "parallel", "serial", "tuned", "base") if (place, w) in found), None)
         if way is None:
             continue
         result = found[place, way][0]
-        panels += [(f"{score}, {WAYS[way]}, {title}", _histogram(result, score)) for score in ("total", "epistemic")]
-        panels.append((f"epistemic by members, {WAYS[way]}, {title}", _growth(result)))
+        several = result["metrics"]["members"] > 1
+        kinds = ("total", "epistemic") if several else ("total",)
+        panels += [(f"{score}, {WAYS[way]}, {title}", _histogram(result, score)) for score in kinds]
+        if several:
+            panels.append((f"epistemic by members, {WAYS[way]}, {title}", _growth(result)))
     if not panels:
-        raise ValueError("results must hold an evaluation of several members; got none.")
+        raise ValueError("results must hold evaluations of `bayesformer study unknown`; got none.")
     sets = ["english", *CONTRASTS]
     key = [Key({"english": "English", **TITLES}[name], f"m{i}", i) for i, name in enumerate(sets)]
     return write_figure(path, panels, key, columns=3)

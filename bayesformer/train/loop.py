@@ -181,7 +181,7 @@ def _epoch(run: TrainingRun, job: Job, saver: checkpoints.Saver) -> None:
     every = job.training.evaluate_every
     for batch in _batches(job, run):
         with job.randomness.passing(run.generators, job.dropout_rate, watch=job.is_foreign):
-            run.state, _ = job.transform.update(run.state, batch, inplace=True)
+            run.state = job.transform.update(run.state, batch, inplace=True)[0]  # outputs are not kept until the next
         run.values.append(log_value(run.state).clone())  # some algorithms overwrite it in the next step
         run.step, run.total = run.step + 1, run.total + 1
         if job.collect is not None and run.total in job.collect.steps:

@@ -19,6 +19,7 @@ from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import batches_for, check_tokens, resolve
+from bayesformer.model.adapters import adapters_of, virtual_tokens
 from bayesformer.model.admission import check_names
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe_training
@@ -26,7 +27,7 @@ from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
-from bayesformer.model.starting import adapters_of, draw_anew, redraw_untrained_adapters
+from bayesformer.model.starting import draw_anew, redraw_untrained_adapters
 from bayesformer.train.problem import Models, Problem
 
 PRODUCT_EXAMPLES = 256  # per pass of a product with the curvature, at most
@@ -237,7 +238,17 @@ class Prototype:
         try:
             self.likelihood.check(full, targets.to(outputs.device), None if mask is None else mask.to(outputs.device))
         except ValueError as error:
-            raise ValueError(f"{label} data: {error}") from error
+            raise ValueError(f"{label} data: {error}{self._virtual_note(outputs, targets)}") from error
+
+    def _virtual_note(self, outputs: Tensor, targets: Tensor) -> str:
+        """A sentence about outputs at the virtual tokens of prompt tuning, which labels have no entries for."""
+        count = virtual_tokens(self.model)
+        if not count or targets.dim() != 2 or outputs.shape[1] - targets.shape[1] != count:
+            return ""
+        return (
+            f" The model's outputs begin with those of its {count} virtual tokens: put {count} labels of -100 in front "
+            "of every example's, as PEFT does for its own loss."
+        )
 
 
 def built(factory: Any, member: int) -> nn.Module:

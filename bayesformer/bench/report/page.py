@@ -117,7 +117,7 @@ def _facts(report: Report) -> Iterator[tuple[str, Child]]:
     if fit := [s for r in report.results if (s := finite(part(r, "cost").get("fit_seconds"))) is not None]:
         yield "Training", f"{duration(sum(fit))} in total"
     if missing := _missing(report):
-        yield "No result", f"{missing}: not run, or failed"
+        yield "No result", f"{missing}: not asked for, or failed"
     if report.repeated:
         yield "Run twice", f"{count(report.repeated, 'earlier run')} replaced by a later one"
 

@@ -119,7 +119,8 @@ figure{margin:2.6rem 0 0}
 figcaption{margin-top:.7rem}
 .panels{display:grid;gap:1.2rem 1.8rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,var(--low)),1fr))}
 .panels.small{align-items:end;grid-template-columns:repeat(auto-fill,minmax(0,246px))}
-.curves{--low:295px;--high:420px}#opening figure{margin:1.2rem 0 1.6rem}#opening h3{font-size:1.02rem}
+.curves{--low:235px;--high:420px;align-items:end}.curves .panel-name>small{flex-basis:100%}
+#opening figure{margin:1.2rem 0 1.6rem}#opening h3{font-size:1.02rem}
 .series{--low:235px;--high:345px}.wide{--low:400px;--high:520px}.pair{--low:310px;--high:520px}
 .panels.series+.panels.series{margin-top:1.4rem}
 .panel{max-width:var(--high,none)}

@@ -14,7 +14,7 @@ from bayesformer.bench.tasks.digits_vit import DigitsVit
 from bayesformer.bench.tasks.glue_sentences import GlueScores, GlueSentences
 from bayesformer.bench.tasks.known_posterior import KnownPosterior
 from bayesformer.bench.tasks.mnist_vit import MnistVit
-from bayesformer.bench.tasks.movie_reviews import ImdbReviews
+from bayesformer.bench.tasks.movie_reviews import CnnLstmReviews, ImdbReviews
 from bayesformer.bench.tasks.pos_tagging import PosTagging
 from bayesformer.bench.tasks.pretrained_tagging import PretrainedTagging
 from bayesformer.bench.tasks.protocol import Evaluation, Task, TaskData
@@ -28,6 +28,7 @@ from bayesformer.reference import PROBLEMS
 __all__ = [
     "TASKS",
     "CitationGraph",
+    "CnnLstmReviews",
     "DigitsVit",
     "Evaluation",
     "GlueScores",
@@ -54,6 +55,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "pos": PosTagging,
     "mnist": MnistVit,
     "imdb": ImdbReviews,
+    "imdb/cnn_lstm": CnnLstmReviews,
     # Pubmed, which has 60 labels, gets 8 heads in the last layer and another rate in the paper.
     "graph/cora": partial(CitationGraph, "cora"),
     "graph/citeseer": partial(CitationGraph, "citeseer"),

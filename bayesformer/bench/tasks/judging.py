@@ -15,6 +15,13 @@ from bayesformer.datasets.toy import GaussianMixture
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 
 
+def first_of(data: Data, count: int | None) -> Data:
+    """The first examples of a set, or all of them where no count is given."""
+    if count is not None and (isinstance(count, bool) or count < 1):
+        raise ValueError(f"a number of examples must be at least 1; got {count!r}.")
+    return data if count is None else data.subset(slice(0, count))
+
+
 def classification_evaluation(predictive: Predictive, test: Data, outsiders: Mapping[str, Predictive]) -> Evaluation:
     """All scores of a classifier: on the test data, and how well its entropy detects each out-of-distribution set."""
     assert isinstance(predictive, CategoricalPredictive)
@@ -50,6 +57,14 @@ def regression_evaluation(
     gap = evaluate.oracle_gap(ours, oracle)
     metrics["oracle_gap"] = gap.mean
     return Evaluation(metrics, gap, oracle.double().mean().item(), figures)
+
+
+def noise_scores(predictive: Predictive, test: Data) -> dict[str, float]:
+    """What is left on inputs with noise: accuracy, log-likelihood, ECE and, of several draws, PAvPU."""
+    assert isinstance(predictive, CategoricalPredictive)
+    found = evaluate.classification(predictive, test.targets)
+    names = ("accuracy", "log_likelihood", "ece", "pavpu")
+    return {f"{name}/noisy": found[name] for name in names if name in found}
 
 
 def _detected(predictive: Predictive, outsiders: Mapping[str, Predictive], draws: int) -> dict[str, float]:

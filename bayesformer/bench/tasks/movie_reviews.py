@@ -1,4 +1,4 @@
-"""The task `imdb`: the sentiment of movie reviews."""
+"""The tasks `imdb` and `imdb/cnn_lstm`: the sentiment of movie reviews, by a transformer and by a CNN-LSTM."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from bayesformer.bench.tasks.judging import classification_evaluation
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
 from bayesformer.core.types import Inputs
+from bayesformer.data import Data
 from bayesformer.datasets import imdb
 from bayesformer.likelihoods import Categorical, Likelihood
+from bayesformer.models.cnn_lstm import CnnLstm
 from bayesformer.models.transformer import Encoder, SequenceClassifier
 from bayesformer.train.training import Training
 
@@ -66,3 +68,54 @@ class ImdbReviews(Task):
             raise ValueError(f"reviews must be rows of at most {self.length} token numbers; got {tuple(rows.shape)}.")
         ids = rows.long()
         return {"input_ids": ids, "attention_mask": imdb.mask_of(ids)}
+
+
+@dataclass(frozen=True)
+class CnnLstmReviews(Task):
+    """Movie reviews by the CNN-LSTM of Wenzel et al. (2020), 2.6 million weights; needs BAYESFORMER_DATA."""
+
+    train: int = 22_500
+    """training reviews; with the validation reviews all 25,000 of the training part"""
+    validation: int = 2500
+    """validation reviews"""
+    test: int = 25_000
+    """test reviews"""
+    words: int = 20_000
+    """size of the vocabulary"""
+    length: int = 100
+    """words kept of a review, from its end"""
+    data_seed: int = 0
+    """which reviews"""
+
+    likelihood: ClassVar[Likelihood] = Categorical()
+
+    @property
+    def training(self) -> Training:
+        """10 epochs of Adam with its usual rate, constant; the best epoch by validation data is kept."""
+        return Training(epochs=10, batch_size=32, lr=1e-3, schedule="constant", patience=0)
+
+    def load(self) -> TaskData:
+        """Three disjoint sets of reviews, padded in front."""
+        sizes = (self.train, self.validation, self.test)
+        reviews = imdb.load(*sizes, self.words, self.length, self.data_seed, padding="start")
+        train, validation, test = (
+            Data(part.inputs["input_ids"], part.targets)  # type: ignore[index,call-overload]
+            for part in (reviews.train, reviews.validation, reviews.test)
+        )
+        return TaskData(train, validation, test, probes={})
+
+    def model(self) -> nn.Module:
+        """The CNN-LSTM with two classes."""
+        return CnnLstm(self.words)
+
+    def evaluate(self, ask: Ask, data: TaskData) -> Evaluation:
+        """Classification scores on the test reviews."""
+        assert isinstance(data.test.inputs, Tensor)
+        test = Data({"review": data.test.inputs}, data.test.targets)  # no pictures
+        return classification_evaluation(ask(data.test.inputs), test, {})
+
+    def inputs(self, rows: Tensor) -> Tensor:
+        """(N, 100) token numbers, 0 before a review begins."""
+        if rows.dim() != 2 or rows.shape[1] != self.length:
+            raise ValueError(f"reviews must be rows of {self.length} token numbers; got {tuple(rows.shape)}.")
+        return rows.long()

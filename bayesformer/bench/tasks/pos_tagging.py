@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer import evaluate
-from bayesformer.bench.tasks.judging import entropies, rounded
+from bayesformer.bench.tasks.judging import entropies, first_of, rounded
 from bayesformer.bench.tasks.protocol import Ask, Evaluation, Task, TaskData
+from bayesformer.core.settings import LATER
 from bayesformer.core.types import Inputs
 from bayesformer.data import Data
 from bayesformer.datasets import treebank
@@ -38,6 +39,10 @@ class PosTagging(Task):
     """attention heads"""
     length: int = treebank.LENGTH
     """words per sequence; longer sentences are split"""
+    train: int | None = field(default=None, metadata=LATER)
+    """training sequences, the first of them; none takes all"""
+    test: int | None = field(default=None, metadata=LATER)
+    """test sequences, the first of them; none takes all"""
 
     likelihood: ClassVar[Likelihood] = Categorical()
 
@@ -58,7 +63,8 @@ class PosTagging(Task):
         """The three parts of the treebank, and the sentences of the ambiguity corpus."""
         tagged = sentences(self.length)
         corpus = treebank.encode_words(treebank.ambiguity_corpus().lemmas, tagged.numbers, self.length)
-        return TaskData(tagged.train, tagged.validation, tagged.test, {"ambiguity": corpus})
+        train, test = first_of(tagged.train, self.train), first_of(tagged.test, self.test)
+        return TaskData(train, tagged.validation, test, {"ambiguity": corpus})
 
     def model(self) -> nn.Module:
         """A transformer that sees the whole sentence; every word is classified."""

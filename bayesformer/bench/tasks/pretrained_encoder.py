@@ -47,7 +47,7 @@ def encoder_model(head: str, labels: int, learned: Learned) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def encoder_tokenizer() -> Any:
-    """The tokenizer of the encoder."""
+    """The tokenizer that belongs to the encoder, read once."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(minilm_folder())
