@@ -117,7 +117,8 @@ def fit_points(
     """Train `members` networks and hold them, with their buffers, as a posterior."""
     fitted = fit_members(name, prototype, members, prior, terms)
     facts = facts_of(name, method, prototype, fitted)
-    facts |= recorded(of_training(facts["converged"]))
+    if doubts := of_training(facts["converged"]):  # none is no finding: nothing else of these was checked
+        facts |= recorded(doubts)
     return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, **how)
 
 

@@ -119,16 +119,17 @@ def exact_truth(problem: KnownProblem, precision: float = 1.0) -> Truth:
 
 
 def sampled_truth(problem: KnownProblem, seed: int, path: Path) -> Truth:
-    """The posterior by long chains; kept in a file with what they say of themselves, and made once."""
-    if not path.exists():
+    """The posterior by long chains; made once and kept in the problem's file, with what they say of themselves."""
+    tensors, facts = read_checked(path, "truth") if path.exists() else ({}, {})
+    if str(seed) not in facts:
         found = quiet_fit(problem, Nuts(chains=CHAINS, draws=KEPT, thin=1, warm_up=WARM_UP), seed)
         draws = found.theta.double()
         outputs = found.outputs(problem.asked).values.double()  # type: ignore[union-attr]
-        facts = {name: found.facts[name] for name in ("seconds", "diagnostics", "doubts")}
         known = {"mean": draws.mean(0), "sd": draws.std(0), "diagonal": best_diagonal(problem, draws)}
-        write_tensors(path, {**known, "outputs": outputs.std(0)}, facts)
-    tensors, _ = read_checked(path, "truth")
-    return Truth(**tensors)
+        tensors |= {f"{seed}.{name}": value for name, value in {**known, "outputs": outputs.std(0)}.items()}
+        facts[str(seed)] = {name: found.facts[name] for name in ("seconds", "diagnostics", "doubts")}
+        write_tensors(path, tensors, facts)
+    return Truth(*(tensors[f"{seed}.{name}"] for name in ("mean", "sd", "diagonal", "outputs")))
 
 
 def best_diagonal(problem: KnownProblem, draws: Tensor) -> Tensor:

@@ -200,7 +200,7 @@ def _fitter(name: str, seed: int, place: Path) -> Callable[[str], dict[str, Any]
         reference = truth_of_network(name, place)
         return lambda label: measure_network(label, ON_NETWORKS[label], NETWORKS[name], reference, seed)
     problem = problems()[name](seed)
-    stored = place / "truths" / f"{file_name(name)}-seed{seed}.safetensors"
+    stored = place / f"{file_name(name)}.safetensors"
     truth = sampled_truth(problem, seed, stored) if problem.precision is None else exact_truth(problem)
     return lambda label: measure(label, problem, truth, seed)
 
