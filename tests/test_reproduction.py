@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bayesformer import cli
+from bayesformer.bench.planning import plan
 from bayesformer.bench.records import read_results
 from bayesformer.bench.statistics import Difference
 from bayesformer.core.errors import DamagedFileError
@@ -271,6 +272,19 @@ def test_a_forecast_grows_with_epochs_and_data(tmp_path):
     (trained,) = column_cells(description, description.column("full network: Final Laplace"), "toy/m1", guess, [0])
     assert forecast.is_trained(trained)
     assert not forecast.is_trained(cell)
+
+
+def test_a_forecast_counts_a_shared_training_once(tmp_path):
+    cells = plan(["toy/m1"], [{"name": "vi", "draws": [1, 2]}], [0], {"toy/m1": SMALL})
+    known = forecast.Forecaster(kept=False)
+    for cell in cells:
+        known.paces[forecast.kind_of(cell)] = forecast.CellPace(batch=3.6, input=0.0)
+    assert forecast.forecast_of(cells, known).endswith("2 cells, 0.1 core-hours.")  # 100 epochs of one batch
+    (mle,) = plan(["toy/m1"], ["mle"], [0], {"toy/m1": SMALL})
+    for kept, seconds in ((True, 0.0), (False, 360.0)):
+        other = forecast.Forecaster(kept=kept)
+        other.paces[forecast.kind_of(mle)] = forecast.CellPace(batch=3.6, input=0.0)
+        assert other.seconds(mle) == pytest.approx(seconds)
 
 
 def test_the_time_left_follows_what_cells_took(monkeypatch, folders):
