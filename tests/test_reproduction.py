@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -369,3 +370,12 @@ def test_the_command_forecasts_and_refuses(tmp_path, capsys, monkeypatch):
     assert "may be copied in part" in capsys.readouterr().err
     assert cli.main([*common, "--report-only", f"--pages={tmp_path}/pages"]) == 0
     assert (tmp_path / "pages" / "claims.md").exists()
+
+
+def test_the_committed_pages_are_up_to_date_with_the_stored_results(tmp_path):
+    root = Path(__file__).parent.parent
+    folders = StudyFolders(root / "results/study", root / "results/weights", tmp_path)
+    stored = study_page.read_stored(read_description(), folders)
+    made = study_page.texts(stored, study_page.other_results(root / "results"))
+    for name, text in made.items():
+        assert (root / "docs/study" / name).read_text() == text, "call `bayesformer study reproduce --report-only`"
