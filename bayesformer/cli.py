@@ -436,6 +436,12 @@ def _study_cold(arguments: argparse.Namespace) -> int:
     from bayesformer.study import cold
 
     cells = cold.cells([t.strip() for t in arguments.tasks.split(",")], _seed_list(arguments.seeds))
+    if arguments.forecast:
+        from bayesformer.study.reproduction.forecast import Forecaster, forecast_of
+
+        with _threads(1):
+            print(forecast_of(cells, Forecaster(kept=False)))
+        return 0
     arguments.no_posteriors = True
     code = _run_cells(cells, arguments.results, arguments.workers, arguments)
     keys = {(cell.task, cell.key) for cell in cells}  # with every seed that is stored

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bayesformer.bench.tasks import TASKS
+from bayesformer.bench.tasks.movie_reviews import front_padded
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.settings import override
 from bayesformer.datasets import imdb
@@ -79,6 +80,7 @@ def test_what_is_missing_or_damaged_is_named(folder, monkeypatch):
 
 
 def test_reviews_for_recurrent_networks_are_padded_in_front(folder):
+    front_padded.cache_clear()
     reviews = imdb.load(train=8, validation=4, test=2, words=10, length=40, padding="start")
     usual = imdb.load(train=8, validation=4, test=2, words=10, length=40)
     for ours, theirs in zip(reviews[:3], usual[:3], strict=True):

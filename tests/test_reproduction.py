@@ -3,11 +3,13 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from bayesformer import cli
+from bayesformer.bench.planning import plan
 from bayesformer.bench.records import read_results
 from bayesformer.bench.statistics import Difference
 from bayesformer.core.errors import DamagedFileError
@@ -273,6 +275,19 @@ def test_a_forecast_grows_with_epochs_and_data(tmp_path):
     assert not forecast.is_trained(cell)
 
 
+def test_a_forecast_counts_a_shared_training_once(tmp_path):
+    cells = plan(["toy/m1"], [{"name": "vi", "draws": [1, 2]}], [0], {"toy/m1": SMALL})
+    known = forecast.Forecaster(kept=False)
+    for cell in cells:
+        known.paces[forecast.kind_of(cell)] = forecast.CellPace(batch=3.6, input=0.0)
+    assert forecast.forecast_of(cells, known).endswith("2 cells, 0.1 core-hours.")  # 100 epochs of one batch
+    (mle,) = plan(["toy/m1"], ["mle"], [0], {"toy/m1": SMALL})
+    for kept, seconds in ((True, 0.0), (False, 360.0)):
+        other = forecast.Forecaster(kept=kept)
+        other.paces[forecast.kind_of(mle)] = forecast.CellPace(batch=3.6, input=0.0)
+        assert other.seconds(mle) == pytest.approx(seconds)
+
+
 def test_the_time_left_follows_what_cells_took(monkeypatch, folders):
     (duty, *_) = [d for d in agenda(tiny(), StudyChoices(folders.choices), folders) if d.cells]
     clock = [0.0]
@@ -355,3 +370,12 @@ def test_the_command_forecasts_and_refuses(tmp_path, capsys, monkeypatch):
     assert "may be copied in part" in capsys.readouterr().err
     assert cli.main([*common, "--report-only", f"--pages={tmp_path}/pages"]) == 0
     assert (tmp_path / "pages" / "claims.md").exists()
+
+
+def test_the_committed_pages_are_up_to_date_with_the_stored_results(tmp_path):
+    root = Path(__file__).parent.parent
+    folders = StudyFolders(root / "results/study", root / "results/weights", tmp_path)
+    stored = study_page.read_stored(read_description(), folders)
+    made = study_page.texts(stored, study_page.other_results(root / "results"))
+    for name, text in made.items():
+        assert (root / "docs/study" / name).read_text() == text, "call `bayesformer study reproduce --report-only`"

@@ -270,6 +270,7 @@ def _add_study(verbs: Any) -> None:
     )
     cold.add_argument("--tasks", default="toy/m1,imdb", help="comma-separated task names (toy/m1,imdb)")
     cold.add_argument("--seeds", type=int, default=3, help="training seeds (3)")
+    cold.add_argument("--forecast", action="store_true", help="print how long it will take, by a few steps, and stop")
     cold.add_argument("--results", type=Path, default=Path("results/cold"), help="results folder (results/cold/)")
     _add_workers(cold, 1)
     cost = names.add_parser(

@@ -96,6 +96,7 @@ def train_gat(graph: str, start: int, noise: int, torch_start: bool = False) -> 
     """One run: by rule the epoch that is kept, its validation scores and its accuracy on test nodes."""
     task = CitationGraph(graph)
     data, every = task.load(), load_graph(graph)
+    assert isinstance(data.train.inputs, dict)
     with global_streams(start):
         model = task.model()
         if torch_start:

@@ -34,7 +34,6 @@ SOURCES = (
     ("study", "pos"),
     ("study", "mnist"),
     ("weight_space", "toy/*"),
-    ("bayesian_transformer", "pos"),
     ("laplace", "digits"),
     ("laplace", "regression/*"),
     ("cold", "imdb*"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class CnnLstmReviews(Task):
     def load(self) -> TaskData:
         """Three disjoint sets of reviews, padded in front."""
         sizes = (self.train, self.validation, self.test)
-        reviews = imdb.load(*sizes, self.words, self.length, self.data_seed, padding="start")
+        reviews = front_padded(*sizes, self.words, self.length, self.data_seed)
         train, validation, test = (
             Data(part.inputs["input_ids"], part.targets)  # type: ignore[index,call-overload]
             for part in (reviews.train, reviews.validation, reviews.test)
@@ -119,3 +120,9 @@ class CnnLstmReviews(Task):
         if rows.dim() != 2 or rows.shape[1] != self.length:
             raise ValueError(f"reviews must be rows of {self.length} token numbers; got {tuple(rows.shape)}.")
         return rows.long()
+
+
+@lru_cache(maxsize=1)
+def front_padded(train: int, validation: int, test: int, words: int, length: int, seed: int) -> imdb.Reviews:
+    """Reviews of these sizes for recurrent networks; kept, since reading all of them takes several seconds."""
+    return imdb.load(train, validation, test, words, length, seed, padding="start")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,9 @@ def inputs_asked(data: TaskData) -> int:
 class Forecaster:
     """Seconds of cells, measured once per kind and kept in a file of this machine."""
 
-    def __init__(self, path: Path | None = None, reporter: Reporter | None = None) -> None:
+    def __init__(self, path: Path | None = None, reporter: Reporter | None = None, kept: bool = True) -> None:
         self.path, self.reporter = path, reporter or Silent()
+        self.kept = kept  # whether an ensemble trains the networks of the MLE
         known = read_json(path, "measured times") if path is not None and path.exists() else {}
         self.paces = {kind: CellPace(**values) for kind, values in known.items()}
         self.sizes: dict[str, tuple[int, int]] = {}
@@ -127,20 +129,43 @@ class Forecaster:
         """The forecast of one cell, measured first if need be."""
         kind = kind_of(cell)
         self.learn({kind: cell})
-        pace, (examples, asked) = self.paces[kind], self._size(cell)
+        pace, (examples, asked) = self.paces[kind], self.size(cell)
         epochs = 1 if is_trained(cell) else cell.training["epochs"]
         batches = epochs * steps_per_epoch(examples, cell.training["batch_size"])
-        if cell.method == "mle":  # its network is the ensemble's first, unless it trains for another time
+        if cell.method == "mle" and self.kept:  # its network is the ensemble's first, unless it trains for longer
             batches *= cell.training["epochs"] != TASKS[cell.task]().training.epochs
         return pace.batch * batches + pace.input * asked
 
-    def _size(self, cell: Cell) -> tuple[int, int]:
+    def size(self, cell: Cell) -> tuple[int, int]:
+        """Training examples of a cell, and inputs that it predicts."""
         place = json.dumps([cell.task, dict(cell.task_settings)], sort_keys=True)
         if place not in self.sizes:
             data = cell.build()[0].load()
             assert isinstance(data.train, Data)
             self.sizes[place] = len(data.train), inputs_asked(data)
         return self.sizes[place]
+
+
+def forecast_of(cells: Sequence[Cell], forecaster: Forecaster) -> str:
+    """Markdown: seconds of an epoch and of all predictions of every kind of cell, and the hours of all cells.
+
+    Of cells that share a training it counts once.
+    """
+    rows = ["| method | settings | an epoch, s | prediction, s | cells |", "|---|---|---|---|---|"]
+    total, trained, kinds = 0.0, set(), Counter(kind_of(cell) for cell in cells)
+    shown = set()
+    for cell in cells:
+        whole = forecaster.seconds(cell)
+        pace, (examples, asked) = forecaster.paces[kind_of(cell)], forecaster.size(cell)
+        total += pace.input * asked if cell.trained_in in trained else whole
+        trained.add(cell.trained_in)
+        if kind_of(cell) not in shown:
+            epoch = pace.batch * steps_per_epoch(examples, cell.training["batch_size"])
+            told = cell.variant.replace("|", "/")
+            number = kinds[kind_of(cell)]
+            rows.append(f"| {cell.method} | {told} | {epoch:.1f} | {pace.input * asked:.1f} | {number} |")
+        shown.add(kind_of(cell))
+    return "\n".join([*rows, "", f"{len(cells)} cells, {total / 3600:.1f} core-hours."])
 
 
 def is_trained(cell: Cell) -> bool:

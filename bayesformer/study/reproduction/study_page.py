@@ -40,26 +40,35 @@ def other_results(folder: Path) -> dict[str, Sequence[Result]]:
 def write_pages(description: Description, folders: StudyFolders, target: Path) -> list[Path]:
     """Write README.md, claims.md and figures into a folder, and report.html where there are results."""
     stored, other = read_stored(description, folders), other_results(folders.results.parent)
-    written = [*_page(stored, target), _claims(stored, other, target)]
+    written = [draw_figure(stored, number, target / f"figure-{number}.svg") for number in drawn(stored)]
+    for name, text in texts(stored, other).items():
+        write_atomically(target / name, text.encode())
+        written.append(target / name)
     if stored.found:
         title = "The study of Bayesian transformers"
         written.append(write_report(list(stored.found.values()), folders.results / "report.html", title=title))
     return written
 
 
-def _page(stored: StoredStudy, target: Path) -> list[Path]:
-    lines, drawn = [OPENING, *progress_lines(stored)], []
+def drawn(stored: StoredStudy) -> list[str]:
+    """The figures of the thesis that have runs to be drawn from."""
+    return [number for number, figure in FIGURES.items() if runs_of(stored, figure)]
+
+
+def texts(stored: StoredStudy, other: Mapping[str, Sequence[Result]]) -> dict[str, str]:
+    """The pages as text by the names of their files."""
+    return {"README.md": _page(stored), "claims.md": _claims(stored, other)}
+
+
+def _page(stored: StoredStudy) -> str:
+    lines, shown = [OPENING, *progress_lines(stored)], drawn(stored)
     for number, title in TITLES.items():
         lines += ["", f"## Table {number}. {title}", "", thesis_table(stored, number).markdown()]
     for name, (group, column) in SENTENCES.items():
         lines += ["", f"## Tables {name}. Sentences, {column}", "", *sentence_lines(stored, group, column)]
     for number, figure in FIGURES.items():
         lines += ["", f"## Figure {number}. {figure.caption}", ""]
-        if runs_of(stored, figure):
-            drawn.append(draw_figure(stored, number, target / f"figure-{number}.svg"))
-            lines.append(f"![{figure.caption}](figure-{number}.svg)")
-        else:
-            lines.append("Not run yet.")
+        lines.append(f"![{figure.caption}](figure-{number}.svg)" if number in shown else "Not run yet.")
     lines += [
         "",
         "## Figures 3.3 to 3.9 and 3.14. Weights of trained networks, and predictions under priors",
@@ -72,8 +81,7 @@ def _page(stored: StoredStudy, target: Path) -> list[Path]:
         if table.rows:
             lines += ["", f"## {table.title}", "", table.markdown()]
     lines += ["", "## Settings chosen on validation data", "", choice_rows(stored.choices).markdown()]
-    write_atomically(target / "README.md", ("\n".join(lines).rstrip() + "\n").encode())
-    return [target / "README.md", *drawn]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def progress_lines(stored: StoredStudy) -> list[str]:
@@ -86,7 +94,7 @@ def progress_lines(stored: StoredStudy) -> list[str]:
     return lines
 
 
-def _claims(stored: StoredStudy, other: Mapping[str, Sequence[Result]], target: Path) -> Path:
+def _claims(stored: StoredStudy, other: Mapping[str, Sequence[Result]]) -> str:
     lines = [
         "# What holds and what does not",
         "",
@@ -101,5 +109,4 @@ def _claims(stored: StoredStudy, other: Mapping[str, Sequence[Result]], target: 
         lines += ["", f"## {number}. {claim.text}", "", f"{claim.source}.", ""]
         table = evidence_table(claim, stored, other)
         lines.append(table.markdown() if table.rows else table.note)
-    write_atomically(target / "claims.md", ("\n".join(lines).rstrip() + "\n").encode())
-    return target / "claims.md"
+    return "\n".join(lines).rstrip() + "\n"
