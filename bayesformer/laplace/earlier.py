@@ -97,11 +97,11 @@ def score_at(prototype: Prototype, at: Start) -> Tensor:
     shell.load_buffers(at.buffers)
     shell.module.eval()
     assert shell.grad is not None
-    for batch in prototype.data.in_order(BATCH, shell.theta.device):
+    for batch in prototype.whole.in_order(BATCH, shell.theta.device):
         with torch.enable_grad():
             value = prototype.likelihood.log_prob(shell(batch.inputs).to(shell.theta), batch.targets, batch.mask)
             value.sum().backward()
-    return shell.grad.clone()
+    return shell.grad / prototype.whole.readings
 
 
 def curvature_at(method: Laplace, prototype: Prototype, mode: Start, seed: int) -> Curvature:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from bayesformer.core.doubts import recorded, warn_of
+from bayesformer.core.doubts import recorded, warn_of, with_doubts
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.seeds import generator
@@ -228,7 +228,7 @@ class Laplace:
         assert isinstance(result.law, GaussianLaw)
         made |= rounding_facts(prototype.skeleton, result.law)
         doubts, numbers = mode_doubts(self, prototype, result.law, around, precision)
-        return replace(result, facts={**facts, **made, **numbers, **recorded(doubts)})
+        return replace(result, facts=with_doubts({**facts, **made, **numbers, **recorded(doubts)}, result.doubts))
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""
@@ -245,7 +245,7 @@ class Laplace:
             return estimate(
                 module,
                 prototype.likelihood,
-                prototype.data,
+                prototype.whole,
                 form,
                 kind=None if self.curvature == "auto" else self.curvature,
                 subset=subset,

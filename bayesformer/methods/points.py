@@ -117,7 +117,7 @@ def fit_points(
     """Train `members` networks and hold them, with their buffers, as a posterior."""
     fitted = fit_members(name, prototype, members, prior, terms)
     law = Samples(fitted.theta, fitted.buffers)
-    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), **how)
+    return posterior_of(prototype, law, facts_of(name, method, prototype, fitted), bayesian=False, **how)
 
 
 def fit_members(

@@ -18,6 +18,7 @@ from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.data.mapped import Mapped
+from bayesformer.data.realisations import averaged
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import decoder_inputs, resolve
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
@@ -82,6 +83,11 @@ class Prototype:
         first = data.first(TRIAL_EXAMPLES)
         made = decoder_inputs(self.model, first.inputs, first.targets)
         return data if made is first.inputs else Mapped(data, _DecoderInputs(self.model))
+
+    @cached_property
+    def whole(self) -> Batches:
+        """The data for sums over all of them; random ones are averaged over several readings."""
+        return averaged(self.data)
 
     @cached_property
     def trial_batch(self) -> Batch:
