@@ -131,13 +131,13 @@ class Laplace:
         prototype = Prototype(problem)
         self.check_model(prototype)
         if problem.prior is not None:
-            mode, stage = trained_mode(prototype)
+            mode, stage = trained_mode(self, prototype)
             facts = facts_of("laplace", self, prototype, stage)
             return posterior_after(self, prototype, mode, problem.seed, facts)
         modes = find_modes(prototype, "laplace", normal(self.precision), 1.0)
         assert modes.stage is not None
         facts = facts_of("laplace", self, prototype, modes.stage)
-        found = nearest_mode(self, prototype, modes.start(0), self.precision * self.temperature)
+        found = nearest_mode(self, prototype, modes.start(0), normal(self.precision * self.temperature))
         return self.posterior_at(prototype, found, facts, move=True)
 
     def fit_trained(self, problem: Problem) -> Posterior:
@@ -216,7 +216,7 @@ class Laplace:
         chosen = float(tuned.precisions[0]) / float(at.scale(tuned.sigma))
         if move and around.decrement is not None and not math.isclose(chosen, precision):
             precision = chosen
-            around = nearest_mode(self, prototype, mode, precision)
+            around = nearest_mode(self, prototype, mode, normal(precision))
             mode = around.start
             found = self.estimate(prototype, mode, seed, _index(found))
             at = quadratic(found, mode.theta, likelihood, self.per, self.temperature, prototype.space)
@@ -227,7 +227,7 @@ class Laplace:
         result = posterior(tuned)
         assert isinstance(result.law, GaussianLaw)
         made |= rounding_facts(prototype.skeleton, result.law)
-        doubts, numbers = mode_doubts(self, prototype, result.law, around, precision)
+        doubts, numbers = mode_doubts(self, prototype, result.law, around, normal(precision))
         return replace(result, facts=with_doubts({**facts, **made, **numbers, **recorded(doubts)}, result.doubts))
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:

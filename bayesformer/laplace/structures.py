@@ -41,7 +41,7 @@ class CurvatureBlock(Protocol):
         ...
 
     def scaled(self, factor: float) -> CurvatureBlock:
-        """The same form of factor · H."""
+        """The same form of curvature, of factor · H."""
         ...
 
 
@@ -73,7 +73,7 @@ class DiagonalCurvature:
         return self.values.diag()
 
     def scaled(self, factor: float) -> DiagonalCurvature:
-        """Every value times the factor."""
+        """One number per weight, each times the factor."""
         return DiagonalCurvature(factor * self.values)
 
 
