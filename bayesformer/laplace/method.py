@@ -177,7 +177,8 @@ class Laplace:
             links.check_link(self.link, likelihood.links)
 
     def check_model(self, prototype: Prototype) -> None:
-        """Refuse a model that has no such weights, no such layer, or attention that cannot be predicted with."""
+        """Refuse a model without curvature, such weights or such a layer, or with attention it cannot predict with."""
+        prototype.refuse_reentrant("laplace")
         if "last_layer" in (self.subset, self.structure):
             module = prototype.skeleton.shell(gradients=False).module.eval()
             last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)

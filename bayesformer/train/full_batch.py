@@ -63,8 +63,12 @@ class FullBatch:
 
     @property
     def is_objective(self) -> bool:
-        """Whether training and sampling see this very function: no noise in training passes, no moving averages."""
-        return self.prototype.randomness.kind == "none" and not self.prototype.moves_buffers
+        """Whether training and sampling see this very function: no noise in training passes, no moving averages.
+
+        Neither do segments with re-entrant checkpointing, which have no curvature.
+        """
+        made = self.prototype
+        return made.randomness.kind == "none" and not made.moves_buffers and not made.is_reentrant
 
     def potential(self, theta: Tensor) -> float:
         """U(θ) over all data, summed in float64."""
