@@ -1,4 +1,4 @@
-"""Models that checkpoint segments of themselves: refused before training where derivatives would be wrong or missing."""
+"""Models with checkpointed segments: refused before training where derivatives would be wrong or missing."""
 
 import pytest
 import torch

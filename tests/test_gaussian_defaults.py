@@ -11,8 +11,8 @@ import bayesformer as bf
 from bayesformer.core.draws import drawing_from
 from bayesformer.core.types import Transform
 from bayesformer.core.vectors import THETA
-from bayesformer.inference.added_noise import with_noise
 from bayesformer.data import as_batches
+from bayesformer.inference.added_noise import with_noise
 from bayesformer.laws import Diagonal, Eigenbasis, gaussian
 from bayesformer.laws.roots import StackedRoot
 from bayesformer.methods import Problem
@@ -114,7 +114,7 @@ def test_whitened_swag_has_the_spread_of_a_posterior_that_is_mostly_the_prior(sd
 def test_noise_added_to_a_descent_has_its_stationary_law():
     rate, size = 0.4, 20000
     still = Transform(
-        lambda params: Still(params),
+        Still,
         lambda state, batch, inplace=False: (Still({THETA: (1 - rate) * state.params[THETA]}), None),
     )
     root = torch.tensor([[2.0, 0.0], [1.0, 0.5]])

@@ -179,6 +179,7 @@ def _sweep(
 
 def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], width: int) -> Curvature:
     readings = sweep.data.readings
+    pieces = [piece for piece in pieces if piece.structure.size]  # without parameters of no numbers
     blocks = (piece.structure for piece in pieces)
     return Curvature(
         places=tuple(piece.place for piece in pieces),

@@ -116,6 +116,7 @@ class Variational(nn.Module):
         self.training, self._watched = model.training, False
         learned = Space.of(self.model)
         self.space = learned.select(subset)
+        self._refuse_sparse()
         self.priors = _proper(as_prior(prior).assign(self.space.names, learned.names))
         self._warn_if_infinite()
         self._slots = slots_of(self.model, self.space)
@@ -204,6 +205,16 @@ class Variational(nn.Module):
     def _cast(self, values: Params) -> Params:
         """In the precision of each weight, where that is lower than that of its law."""
         return {name: value.to(self._loc(name)) for name, value in values.items()}
+
+    def _refuse_sparse(self) -> None:
+        """Embeddings with sparse gradients cannot be drawn: torch has none of those of their scales."""
+        for name in self.space.names:
+            owner = self.model.get_submodule(name.rpartition(".")[0])
+            if getattr(owner, "sparse", False):
+                raise ValueError(
+                    f"a random weight must have dense gradients; {name!r} belongs to an {type(owner).__name__} with "
+                    "sparse=True. Give it sparse=False, or leave it out of subset."
+                )
 
     def _warn_if_infinite(self) -> None:
         for prior in self.priors.values():

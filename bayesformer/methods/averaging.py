@@ -49,8 +49,9 @@ class Swag:
     of the curvature, the stationary covariance of descent with rate h is (h N / 2n) I whatever the curvature is (Mandt
     et al. 2017). `coordinates="whitened"` descends in θ = θ* + W φ with W Wᵀ the inverse curvature at the mode, at the
     rate h = 2n / (N + n) on the sum over examples, with batches of n drawn with replacement: then that covariance
-    is the inverse curvature itself. The prior's gradient has no such noise: its share of the noise is added. `trajectory="adamw"` is the form published for LoRA (Onal et al. 2024). Several
-    `members` are MultiSWAG (Wilson & Izmailov 2020): a mixture of SWAGs around modes of their own.
+    is the inverse curvature itself. The prior's gradient has no such noise: its share is added. `trajectory="adamw"` is
+    the form published for LoRA (Onal et al. 2024). Several `members` are MultiSWAG (Wilson & Izmailov 2020): a mixture
+    of SWAGs around modes of their own.
     """
 
     lr: float = 2e-4
