@@ -1,13 +1,18 @@
 """Vi, Ivon, Ekf and Swag with nothing set, on problems whose posterior is known, and what they say of themselves."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import bayesformer as bf
+from bayesformer.core.draws import drawing_from
+from bayesformer.core.types import Transform
+from bayesformer.core.vectors import THETA
 from bayesformer.data import as_batches
+from bayesformer.inference.added_noise import with_noise
 from bayesformer.laws import Diagonal, Eigenbasis, gaussian
 from bayesformer.laws.roots import StackedRoot
 from bayesformer.methods import Problem
@@ -28,13 +33,13 @@ METHODS = {
 DIAGONAL = {"vi", "ivon", "ekf"}
 
 
-def regression(count=200, condition=10.0, seed=0, dtype=torch.float32):
+def regression(count=200, condition=10.0, seed=0, dtype=torch.float32, size=1.0):
     """Inputs whose covariance has a condition number; data, the exact mean and the exact precision."""
     g = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(WEIGHTS, WEIGHTS, generator=g)).Q
     scales = torch.logspace(0, -math.log10(condition) / 2, WEIGHTS)
     x = (torch.randn(count, WEIGHTS, generator=g) * scales @ basis.mT).to(dtype)
-    y = x @ torch.randn(WEIGHTS, generator=g).to(dtype) + NOISE * torch.randn(count, generator=g).to(dtype)
+    y = x @ (size * torch.randn(WEIGHTS, generator=g)).to(dtype) + NOISE * torch.randn(count, generator=g).to(dtype)
     precision = x.double().mT @ x.double() / NOISE**2 + torch.eye(WEIGHTS, dtype=torch.float64)
     return (x, y[:, None]), torch.linalg.solve(precision, x.double().mT @ y.double() / NOISE**2), precision
 
@@ -93,6 +98,49 @@ def test_whitened_swag_has_the_posteriors_spread_and_plain_swag_says_that_it_has
     assert posterior.doubts == ()
     with pytest.warns(bf.FidelityWarning, match="Not a posterior: the spread of an optimiser"):
         fit(bf.Swag(every=1), data, training=bf.Training(epochs=4))
+
+
+@pytest.mark.parametrize("sd", [0.02, 0.005])
+def test_whitened_swag_has_the_spread_of_a_posterior_that_is_mostly_the_prior(sd):
+    """The gradient of the prior has no noise of batches, and descent alone would be narrower by the data's share."""
+    data, _, whole = regression(size=sd)  # data that contradict the prior have noise of another size
+    precision = whole + (sd**-2 - 1) * torch.eye(WEIGHTS, dtype=torch.float64)
+    posterior = fit(bf.Swag(coordinates="whitened", prior=f"normal(0, {sd})"), data)
+    ratio = posterior.law.sd.double() / precision.inverse().diagonal().sqrt()
+    assert 0.85 < float(ratio.median()) < 1.15
+    assert posterior.doubts == ()
+
+
+def test_noise_added_to_a_descent_has_its_stationary_law():
+    rate, size = 0.4, 20000
+    still = Transform(
+        Still,
+        lambda state, batch, inplace=False: (Still({THETA: (1 - rate) * state.params[THETA]}), None),
+    )
+    root = torch.tensor([[2.0, 0.0], [1.0, 0.5]])
+    noisy, g = with_noise(still, root), torch.Generator("cpu").manual_seed(0)
+    state, draws = noisy.init({THETA: torch.zeros(2)}), []
+    with drawing_from([g]):
+        for _ in range(size):
+            state, _ = noisy.update(state, None)
+            draws.append(state.params[THETA])
+    exact = root @ root.mT / (1 - (1 - rate) ** 2)
+    found = torch.stack(draws).mT.cov()
+    # a variance of size draws, each independent of the one 1 / rate before within e
+    assert float((found - exact).abs().max()) < 5 * float(exact.max()) * (2 * 2 / rate / size) ** 0.5
+
+
+class Still(NamedTuple):
+    """The state of an algorithm without noise."""
+
+    params: dict
+
+
+def test_a_spread_that_is_not_the_curvatures_is_a_doubt():
+    data, _, _ = regression(22, 1.0)
+    with pytest.warns(bf.FidelityWarning, match="The spread of the descent differs from the curvature's by a factor"):
+        posterior = fit(bf.Swag(coordinates="whitened", epochs=2), data, training=bf.Training(epochs=50, batch_size=8))
+    assert "spread" in [doubt.check for doubt in posterior.doubts]
 
 
 def test_numbers_that_are_given_mean_what_they_meant():

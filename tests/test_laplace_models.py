@@ -262,3 +262,23 @@ def test_batch_norm_averages_belong_to_the_law(tmp_path):
     torch.testing.assert_close(posterior.predict(x).probs, before)
     loaded = bf.Posterior.load(posterior.save(tmp_path / "p"), model)
     assert torch.equal(loaded.predict(x).probs, before)
+
+
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+@pytest.mark.parametrize("structure", ["kron", "diag", "full", "block", "low_rank"])
+def test_a_parameter_without_numbers_changes_nothing(structure):
+    class WithNone(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.none = nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, x):
+            return super().forward(x) + self.none.sum()
+
+    x, model = torch.randn(20, 4), WithNone().eval()
+    y, plain = torch.randint(2, (20,)), nn.Linear(4, 2).eval()
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if name != "none"})
+    options = {"likelihood": "categorical", "structure": structure, "prior_precision": 1.0}
+    found, expected = (bf.laplace(one, (x, y), **options) for one in (model, plain))
+    torch.testing.assert_close(found.law.variance(), expected.law.variance())
+    torch.testing.assert_close(found.outputs(x).covariance, expected.outputs(x).covariance)

@@ -169,6 +169,26 @@ def test_fit_with_a_prior_is_the_update_with_training():
     assert fitted.facts["log_evidence"] == pytest.approx(everything.facts["log_evidence"], abs=0.05)
 
 
+def test_a_short_training_ends_at_the_mode_under_an_earlier_posterior():
+    data = linear_data()
+    first, second = data.subset(slice(0, 20)), data.subset(slice(20, 50))
+    likelihood, method = bf.Gaussian(SIGMA), bf.Laplace(structure="full", prior_precision=D)
+    old = bf.laplace(at_mode(first), first, likelihood=likelihood, structure="full", prior_precision=D)
+    fitted = bf.fit(old.model, second, likelihood=likelihood, method=method, prior=old, training=FAST)
+    torch.testing.assert_close(fitted.law.mean.view(2, 3), exact_linear(data)[1])
+    assert fitted.facts["decrement"] < 1e-6
+    assert fitted.doubts == ()
+
+
+def test_an_update_by_one_step_says_how_far_it_is_from_the_mode():
+    model, options = Mlp().eval(), {"likelihood": "categorical", "structure": "full", "prior_precision": 1e-3}
+    with pytest.warns(bf.FidelityWarning, match="The mode was not found"):
+        old = bf.laplace(model, blobs(40), **options)
+    updated = bf.laplace_update(old, blobs(40, seed=3))
+    assert updated.facts["decrement"] > 0.3
+    assert "mode" in [doubt.check for doubt in updated.doubts]
+
+
 def wider(law):
     """The law of the same form with standard deviations of about 1: short fits hardly leave any for data to reduce."""
     (block,), size = law.blocks, 1 / law.sd.mean()

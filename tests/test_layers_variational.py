@@ -513,6 +513,7 @@ ERRORS = pytest.mark.parametrize(
         (lambda: convert(Mlp(), prior={"net.0.*": "normal(0, 1)"}), "none of .* matches 'net.3.weight'"),
         (lambda: convert(Mlp(), "student_t", df=2.0), "df must be greater than 2, .*; got 2.0"),
         (lambda: convert(convert(Mlp())), "model must not be variational already"),
+        (lambda: convert(nn.Embedding(5, 2, sparse=True)), "'weight' belongs to an Embedding with sparse=True"),
         (lambda: convert(nn.ReLU()), "at least one parameter with requires_grad=True"),
         (lambda: revert(Mlp()), "revert needs a Variational model; got Mlp"),
         (

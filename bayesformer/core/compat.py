@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -115,6 +117,22 @@ def in_backward() -> bool:
     torch has no public question for it (`_current_graph_task_id`, -1 outside of backward passes).
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def checkpointing() -> str | None:
+    """Whether a segment of torch.utils.checkpoint is running in this thread: "reentrant", "plain" or None.
+
+    torch has no public question for it: functions of its file are looked for on the stack.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    while frame is not None:
+        if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+            return "reentrant"
+        if frame.f_code.co_filename == checkpoint.__file__:
+            found = "plain"
+        frame = frame.f_back
+    return found
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

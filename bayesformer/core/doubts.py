@@ -25,6 +25,13 @@ def recorded(doubts: Sequence[Doubt]) -> dict[str, Any]:
     return {"doubts": [doubt._asdict() for doubt in doubts]}
 
 
+def with_doubts(facts: Mapping[str, Any], doubts: Sequence[Doubt]) -> dict[str, Any]:
+    """The facts with further doubts; a check that is among them already speaks for itself."""
+    known = doubts_in(facts)
+    names = {doubt.check for doubt in known}
+    return {**facts, **recorded([*known, *(doubt for doubt in doubts if doubt.check not in names)])}
+
+
 def doubts_in(facts: Mapping[str, Any]) -> tuple[Doubt, ...]:
     """The doubts among the facts of a posterior."""
     return tuple(Doubt(**entry) for entry in facts.get("doubts", ()))

@@ -21,6 +21,7 @@ from bayesformer.core.errors import DamagedFileError
 
 SMALL = 16 * 2**20
 FACTS, SUM = "facts", "checksum"  # the metadata our files carry: a JSON object, and a hash of it and all tensors
+ORDERS = "orders"  # and how tensors lie in memory, where that is not row by row
 LONGEST = 256 * 2**20  # bytes of JSON that are read at all
 NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # JSON has no such numbers
 
@@ -102,8 +103,25 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Tensors with their facts in one file, under one checksum."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    text = json.dumps(facts)
-    write_atomically(path, save(plain, metadata={FACTS: text, SUM: checksum(plain, text)}))
+    orders = {name: order for name, tensor in tensors.items() if (order := _order(tensor)) is not None}
+    known = {FACTS: json.dumps(facts), **({ORDERS: json.dumps(orders)} if orders else {})}
+    write_atomically(path, save(plain, metadata={**known, SUM: checksum(plain, "".join(known.values()))}))
+
+
+def _order(tensor: Tensor) -> list[int] | None:
+    """The axes of a tensor that is not row by row in memory, the slowest first; files have rows only.
+
+    Factors of matrices are column by column, and a product with them is rounded otherwise than with their copy in rows.
+    """
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        return None
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
+    """The tensor with its axes in this order in memory."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
@@ -116,9 +134,10 @@ def read_tensors(path: Path, what: str) -> dict[str, Tensor]:
             tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
         with safe_open(path, framework="pt") as file:
             known = file.metadata() or {}
-    if SUM in known and known[SUM] != checksum(tensors, known.get(FACTS, "")):
+    orders = known.get(ORDERS, "")
+    if SUM in known and known[SUM] != checksum(tensors, known.get(FACTS, "") + orders):
         raise DamagedFileError(f"{what} {path} was altered: its checksum differs.")
-    return tensors
+    return tensors | {name: _ordered(tensors[name], order) for name, order in json.loads(orders or "{}").items()}
 
 
 def read_checked(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

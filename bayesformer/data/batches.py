@@ -29,6 +29,8 @@ class Batches(ABC):
     """whether `epoch(start=k)` gives the batches of an uninterrupted epoch, or only whole epochs are repeatable"""
     batch_size: int | None = None
     """the data's own batch size, as a DataLoader has; it replaces the `batch_size` of every method below"""
+    readings: int = 1
+    """how often `in_order` gives every example; a sum over all data counts each reading 1 / `readings`"""
 
     @abstractmethod
     def epoch(
@@ -84,6 +86,10 @@ class Batches(ABC):
     def is_random(self) -> bool:
         """Whether reading an example was seen to draw random numbers (augmentation): it differs from epoch to epoch."""
         return False
+
+    def realisation(self, number: int) -> Batches:  # noqa: ARG002
+        """The data as another reading gives them in order; the same unless they are random."""
+        return self
 
     @property
     def restarts(self) -> bool:

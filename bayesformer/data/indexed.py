@@ -73,6 +73,7 @@ class Indexed(Batches):
         self.source, self.name, self.num_data = source, name, len(source)
         self.loading = loading or Loading()
         self.batch_size = self.loading.batch_size
+        self._stream = fold(0, "in order")  # of random data that are read in order
         self._random = False  # whether reading was seen to draw from a global random stream
 
     def epoch(
@@ -103,7 +104,7 @@ class Indexed(Batches):
         """The same as the data give it, not split into inputs and targets."""
         count = len(self.source)
         places = bounds(count, self.batch_size or batch_size)
-        return self._read_all(torch.arange(count, device="cpu"), places, fold(0, "in order"))
+        return self._read_all(torch.arange(count, device="cpu"), places, self._stream)
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int:
         """The number of batches in one epoch."""
@@ -121,7 +122,7 @@ class Indexed(Batches):
         count = len(self.source)
         digest = hashlib.sha256(f"{self.source.describe()}/{count}/{self.batch_size}/{self.loading.drop_last}".encode())
         for index in sorted({0, count // 3, 2 * count // 3, count - 1}):
-            for value in leaves(self._read([index], fold(0, "in order"))):
+            for value in leaves(self._read([index], self._stream)):
                 update_hash(digest, value)
         return digest.hexdigest()[:16]
 
@@ -134,9 +135,17 @@ class Indexed(Batches):
         """Whether reading an example was seen to draw from a global random stream."""
         return self._random
 
+    def realisation(self, number: int) -> Indexed:
+        """The data with another stream of random numbers for reading them in order; number 0 is the data themselves."""
+        if number == 0:
+            return self
+        other = copy.copy(self)
+        other._stream = fold(0, "in order", number)
+        return other
+
     def raw_first(self, count: int) -> Any:
         """The same as the data give it, not split into inputs and targets."""
-        return self._read(list(range(min(count, len(self.source)))), fold(0, "in order"))
+        return self._read(list(range(min(count, len(self.source)))), self._stream)
 
     def _read_all(self, order: Tensor, places: Iterator[tuple[int, int]], stream: int) -> Iterator[Any]:
         parts = (order[begin:end].tolist() for begin, end in places)

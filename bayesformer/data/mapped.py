@@ -36,6 +36,10 @@ class Mapped(Batches):
         """Whether reading the other data was seen to draw random numbers."""
         return self.data.is_random
 
+    def realisation(self, number: int) -> Batches:
+        """Another reading of the other data, changed in the same way."""
+        return Mapped(self.data.realisation(number), self.change)
+
     @property
     def restarts(self) -> bool:
         """Whether the other data can be read from the first example again."""

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bayesformer.core.doubts import recorded
 from bayesformer.core.types import Batch, LogJoint, Transform
 from bayesformer.core.vectors import THETA
 from bayesformer.laplace.choosing import settled
 from bayesformer.laplace.combining import combine
 from bayesformer.laplace.estimate import Curvature
 from bayesformer.laplace.evidence import check_curvature, log_evidence
+from bayesformer.laplace.mode_search import FoundMode, mode_doubts, nearest_mode, space_with_spread
 from bayesformer.laws import GaussianLaw
-from bayesformer.model.space import Space
 from bayesformer.posterior import Posterior
 from bayesformer.train.members import Fitted, Stage, build_optimiser, fit_stage
 from bayesformer.train.prototype import Prototype, Start
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
 BATCH = 256  # examples whose gradients are summed at a time
 
 
-def trained_mode(prototype: Prototype) -> tuple[Start, Fitted]:
-    """The maximum of log p(D_new | θ) - ½ (θ - m)ᵀ P (θ - m), from m; weights without spread stay where they are."""
+def trained_mode(method: Laplace, prototype: Prototype) -> tuple[FoundMode, Fitted]:
+    """The maximum of log p(D_new | θ) - ½ (θ - m)ᵀ P (θ - m), from m; weights without spread stay where they are.
+
+    Gauss-Newton steps go on to it where they are cheap, unless a temperature makes the posterior's mode another one.
+    """
     law = earlier_law(prototype)
     space = space_with_spread(prototype.space, law)
     modes = find_modes(prototype, "laplace", None, 0.0)
@@ -51,7 +55,8 @@ def trained_mode(prototype: Prototype) -> tuple[Start, Fitted]:
     found = fit_stage(stage, 1)
     theta = law.mean.clone()
     theta[part.place] = found.theta[0]
-    return Start(theta, {name: value[0] for name, value in found.buffers.items()}), found
+    start = Start(theta, {name: value[0] for name, value in found.buffers.items()})
+    return (nearest_mode(method, prototype, start, None) if method.temperature == 1 else FoundMode(start, None)), found
 
 
 class _Holding:
@@ -73,13 +78,7 @@ class _Holding:
         return Transform(inner.init, update)
 
 
-def space_with_spread(space: Space, law: GaussianLaw) -> Space:
-    """The weights in which a law has any spread."""
-    spread = space.views(law.variance())
-    return space.select([name for name in space.names if bool((spread[name] > 0).any())])
-
-
-def newton_mode(method: Laplace, prototype: Prototype, seed: int) -> Start:
+def newton_mode(method: Laplace, prototype: Prototype, seed: int) -> FoundMode:
     """θ = m + Σ_new ∇ log p(D_new | m): one Gauss-Newton step, exact for a model that is linear in its weights."""
     law = earlier_law(prototype)
     start = find_modes(prototype, "laplace", None, 0.0).start(0)
@@ -87,7 +86,7 @@ def newton_mode(method: Laplace, prototype: Prototype, seed: int) -> Start:
     mode, score = law.mean.clone(), score_at(prototype, start) / method.temperature
     for place, block in zip(after.places, after.blocks, strict=True):
         mode[place] += block.times(score[place])
-    return Start(mode, start.buffers)
+    return FoundMode(Start(mode, start.buffers), None)
 
 
 def score_at(prototype: Prototype, at: Start) -> Tensor:
@@ -97,11 +96,11 @@ def score_at(prototype: Prototype, at: Start) -> Tensor:
     shell.load_buffers(at.buffers)
     shell.module.eval()
     assert shell.grad is not None
-    for batch in prototype.data.in_order(BATCH, shell.theta.device):
+    for batch in prototype.whole.in_order(BATCH, shell.theta.device):
         with torch.enable_grad():
             value = prototype.likelihood.log_prob(shell(batch.inputs).to(shell.theta), batch.targets, batch.mask)
             value.sum().backward()
-    return shell.grad.clone()
+    return shell.grad / prototype.whole.readings
 
 
 def curvature_at(method: Laplace, prototype: Prototype, mode: Start, seed: int) -> Curvature:
@@ -122,13 +121,13 @@ def _combined(method: Laplace, prototype: Prototype, found: Curvature) -> Gaussi
 
 
 def posterior_after(
-    method: Laplace, prototype: Prototype, mode: Start, seed: int, facts: Mapping[str, Any]
+    method: Laplace, prototype: Prototype, around: FoundMode, seed: int, facts: Mapping[str, Any]
 ) -> Posterior:
     """The posterior around the mode, of precision P_old + h H_new.
 
     Its facts count the data and the evidence of the earlier posterior in, where that knows them.
     """
-    started, earlier = time.perf_counter(), prototype.problem.prior
+    started, earlier, mode = time.perf_counter(), prototype.problem.prior, around.start
     assert earlier is not None
     old = earlier_law(prototype)
     found = curvature_at(method, prototype, mode, seed)
@@ -147,6 +146,9 @@ def posterior_after(
     }
     if "log_evidence" in earlier.facts:
         known["log_evidence"] = float(earlier.facts["log_evidence"]) + gained
+    if method.temperature == 1:
+        doubts, numbers = mode_doubts(method, prototype, law, around, None)
+        known |= {**numbers, **recorded(doubts)}
     how: dict[str, Any] = {"predictive": method.predictive, "link": method.link, "default_draws": method.draws}
     made = posterior_of(prototype, law, known, **how)
     return replace(made, frozen={**earlier.frozen, **made.frozen})

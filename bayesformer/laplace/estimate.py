@@ -179,13 +179,16 @@ def _sweep(
 
 
 def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], width: int) -> Curvature:
+    readings = sweep.data.readings
+    pieces = [piece for piece in pieces if piece.structure.size]  # without parameters of no numbers
+    blocks = (piece.structure for piece in pieces)
     return Curvature(
         places=tuple(piece.place for piece in pieces),
         names=tuple(piece.names for piece in pieces),
-        structures=tuple(piece.structure for piece in pieces),
-        log_likelihood=sweep.log_likelihood,
-        num_data=sweep.num_data,
-        observed=sweep.observed,
+        structures=tuple(block if readings == 1 else block.scaled(1 / readings) for block in blocks),
+        log_likelihood=sweep.log_likelihood / readings,
+        num_data=sweep.num_data // readings,
+        observed=sweep.observed // readings,
         outputs=width,
         kind=cast(Kind, sweep.kind),
         general=tuple(sweep.capture.general),

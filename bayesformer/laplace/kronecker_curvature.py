@@ -334,6 +334,8 @@ def _pieces(sweep: Sweep, accumulators: dict[tuple[str, int], list[Accumulator]]
     """
     pieces = []
     for name in sweep.names:
+        if not sweep.size(name):
+            continue  # a parameter without numbers has no curvature
         keys = [key for key in accumulators if key[0] == name]
         own = [accumulator for key in keys for accumulator in accumulators.pop(key)]
         found = [(accumulator.places(), accumulator.structure(), accumulator.lost) for accumulator in own]

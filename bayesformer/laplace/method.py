@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from bayesformer.core.doubts import recorded, warn_of
+from bayesformer.core.doubts import recorded, warn_of, with_doubts
 from bayesformer.core.memory import total_memory
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
@@ -145,13 +145,13 @@ class Laplace:
         prototype = Prototype(problem)
         self.check_model(prototype)
         if problem.prior is not None:
-            mode, stage = trained_mode(prototype)
+            mode, stage = trained_mode(self, prototype)
             facts = facts_of("laplace", self, prototype, stage)
             return posterior_after(self, prototype, mode, problem.seed, facts)
         modes = find_modes(prototype, "laplace", normal(self.precision), 1.0)
         assert modes.stage is not None
         facts = facts_of("laplace", self, prototype, modes.stage)
-        found = nearest_mode(self, prototype, modes.start(0), self.precision * self.temperature)
+        found = nearest_mode(self, prototype, modes.start(0), normal(self.precision * self.temperature))
         return self.posterior_at(prototype, found, facts, move=True)
 
     def fit_trained(self, problem: Problem) -> Posterior:
@@ -191,7 +191,8 @@ class Laplace:
             links.check_link(self.link, likelihood.links)
 
     def check_model(self, prototype: Prototype) -> None:
-        """Refuse a model that has no such weights, no such layer, or attention that cannot be predicted with."""
+        """Refuse a model without curvature, such weights or such a layer, or with attention it cannot predict with."""
+        prototype.refuse_reentrant("laplace")
         if "last_layer" in (self.subset, self.structure):
             module = prototype.skeleton.shell(gradients=False).module.eval()
             last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
@@ -232,7 +233,7 @@ class Laplace:
         chosen = float(tuned.precisions[0]) / float(at.scale(tuned.sigma))
         if move and around.decrement is not None and not math.isclose(chosen, precision):
             precision = chosen
-            around = nearest_mode(self, prototype, mode, precision)
+            around = nearest_mode(self, prototype, mode, normal(precision))
             mode = around.start
             found = self.estimate(prototype, mode, seed, _index(found))
             at = quadratic(found, mode.theta, likelihood, self.per, self.temperature, prototype.space)
@@ -243,8 +244,8 @@ class Laplace:
         result = posterior(tuned)
         assert isinstance(result.law, GaussianLaw)
         made |= rounding_facts(prototype.skeleton, result.law)
-        doubts, numbers = mode_doubts(self, prototype, result.law, around, precision)
-        return replace(result, facts={**facts, **made, **numbers, **recorded(doubts)})
+        doubts, numbers = mode_doubts(self, prototype, result.law, around, normal(precision))
+        return replace(result, facts=with_doubts({**facts, **made, **numbers, **recorded(doubts)}, result.doubts))
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""
@@ -261,7 +262,7 @@ class Laplace:
             return estimate(
                 module,
                 prototype.likelihood,
-                prototype.data,
+                prototype.whole,
                 form,
                 kind=None if self.curvature == "auto" else self.curvature,
                 subset=subset,

@@ -17,7 +17,7 @@ from bayesformer.train.coordinates import RISE, RISE_DRAWS, full_batch, polished
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.mode_doubts import of_mode
 from bayesformer.train.prototype import Prototype, Start
-from bayesformer.train.recipe import Modes, SubsetStage, subset_stage
+from bayesformer.train.recipe import Modes, SubsetStage, earlier_law, subset_stage
 
 if TYPE_CHECKING:
     from bayesformer.laplace.method import Laplace
@@ -40,13 +40,15 @@ def normal(precision: float) -> str:
     return f"normal(0, {precision**-0.5!r})"
 
 
-def nearest_mode(method: Laplace, prototype: Prototype, start: Start, precision: float) -> FoundMode:
-    """The mode under N(0, 1/precision) that a few Gauss-Newton steps find from trained weights.
+def nearest_mode(method: Laplace, prototype: Prototype, start: Start, prior: str | None) -> FoundMode:
+    """The mode under a prior, or an earlier posterior in its place, that Gauss-Newton steps find from trained weights.
 
     Only the weights that the posterior will be over are moved, where the outputs are linear in them or they are few.
     """
     part = _part(method, prototype, start)
-    moved, decrement = polished(part, normal(precision))
+    if prototype.problem.prior is not None and bool((earlier_law(prototype).variance()[part.place] == 0).any()):
+        return FoundMode(start, None)  # single weights without spread stay where they are
+    moved, decrement = polished(part, prior)
     if decrement is None:
         return FoundMode(start, None)
     theta = start.theta.clone()
@@ -55,11 +57,19 @@ def nearest_mode(method: Laplace, prototype: Prototype, start: Start, precision:
 
 
 def inferred(method: Laplace, prototype: Prototype) -> Space:
-    """The weights that the posterior will be over."""
+    """The weights that the posterior will be over: those of an earlier one, where that is the prior."""
+    if prototype.problem.prior is not None:
+        return space_with_spread(prototype.space, earlier_law(prototype))
     if "last_layer" in (method.subset, method.structure):
         module = prototype.skeleton.shell(gradients=False).module.eval()
         return last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
     return prototype.space.select(method.subset)
+
+
+def space_with_spread(space: Space, law: GaussianLaw) -> Space:
+    """The weights in which a law has any spread."""
+    spread = space.views(law.variance())
+    return space.select([name for name in space.names if bool((spread[name] > 0).any())])
 
 
 def _part(method: Laplace, prototype: Prototype, start: Start) -> SubsetStage:
@@ -68,11 +78,11 @@ def _part(method: Laplace, prototype: Prototype, start: Start) -> SubsetStage:
 
 
 def mode_doubts(
-    method: Laplace, prototype: Prototype, law: GaussianLaw, found: FoundMode, precision: float
+    method: Laplace, prototype: Prototype, law: GaussianLaw, found: FoundMode, prior: str | None
 ) -> tuple[list[Doubt], dict[str, float]]:
     """How far the mean is from the mode, and, where weights are to be drawn, whether their U is that of a Gaussian."""
     part = _part(method, prototype, found.start)
-    batch, own = full_batch(part, normal(precision)), part.starts[0].theta
+    batch, own = full_batch(part, prior), part.starts[0].theta
     decrement = found.decrement
     if decrement is None:
         decrement = _decrement(law, part.place, batch.slope(own)[1])

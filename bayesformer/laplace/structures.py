@@ -7,7 +7,7 @@ P = h H + diag(d): `posterior` gives its inverse as a block, `log_det` its log-d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,6 +40,10 @@ class CurvatureBlock(Protocol):
         """(p, p): H itself, for tests and small p."""
         ...
 
+    def scaled(self, factor: float) -> CurvatureBlock:
+        """The same form of curvature, of factor · H."""
+        ...
+
 
 @dataclass(frozen=True)
 class DiagonalCurvature:
@@ -67,6 +71,10 @@ class DiagonalCurvature:
     def dense(self) -> Tensor:
         """(p, p): the values on the diagonal of a matrix of zeros."""
         return self.values.diag()
+
+    def scaled(self, factor: float) -> DiagonalCurvature:
+        """One number per weight, each times the factor."""
+        return DiagonalCurvature(factor * self.values)
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,10 @@ class DenseCurvature:
         """(p, p): the matrix itself, not copied."""
         return self.matrix
 
+    def scaled(self, factor: float) -> DenseCurvature:
+        """The whole matrix times the factor."""
+        return DenseCurvature(factor * self.matrix)
+
 
 @dataclass(frozen=True)
 class LowRankCurvature:
@@ -137,6 +149,10 @@ class LowRankCurvature:
     def dense(self) -> Tensor:
         """(p, p): the product U diag(values) Uᵀ written out."""
         return (self.vectors * self.values) @ self.vectors.mT
+
+    def scaled(self, factor: float) -> LowRankCurvature:
+        """The same vectors, with their eigenvalues times the factor."""
+        return LowRankCurvature(self.vectors, factor * self.values)
 
 
 @dataclass(frozen=True)
@@ -179,6 +195,10 @@ class KroneckerCurvature(Factors):
     def dense(self) -> Tensor:
         """(p, p): the Kronecker product B ⊗ A written out."""
         return torch.kron(_matrix(self.out_values, self.out_vectors), _matrix(self.in_values, self.in_vectors))
+
+    def scaled(self, factor: float) -> KroneckerCurvature:
+        """The same factors, with B, which is a sum over the data, times the factor."""
+        return replace(self, out_values=factor * self.out_values)
 
     @staticmethod
     def _check_scalar(prior: Tensor) -> None:

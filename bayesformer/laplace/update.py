@@ -52,7 +52,7 @@ def laplace_update(
         prior=posterior,
     )
     prototype = Prototype(problem)
-    mode = newton_mode(method, prototype, seed) if training is None else trained_mode(prototype)[0]
+    mode = newton_mode(method, prototype, seed) if training is None else trained_mode(method, prototype)[0]
     seconds = float(posterior.facts.get("seconds", 0.0)) + time.perf_counter() - started
     facts = {**posterior.facts, "data": problem.data.fingerprint(), "seconds": seconds}
     return posterior_after(method, prototype, mode, seed, facts)

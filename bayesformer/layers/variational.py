@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,9 +26,15 @@ from bayesformer.core.types import Params
 from bayesformer.layers import local as layerwise
 from bayesformer.layers.families import FAMILIES, INFINITE, WeightFamily, total_kl
 from bayesformer.layers.substitution import Slots, slots_of, substituted, weight_at
+from bayesformer.model.checkpoint_watch import CheckpointWatch
 from bayesformer.model.space import Space
 from bayesformer.priors.distributions import Distribution
 from bayesformer.priors.prior import PriorLike, as_prior
+
+CHECKPOINTED = (
+    "model must not use gradient checkpointing: its second forward would miss the draw of the weights. Switch it off, "
+    "also where the model calls torch.utils.checkpoint itself."
+)
 
 
 class RawParameters(nn.ParameterList):
@@ -101,14 +108,15 @@ class Variational(nn.Module):
         if any(isinstance(module, Variational) for module in model.modules()):
             raise ValueError("model must not be variational already; revert it first.")
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-            raise ValueError("model must not use gradient checkpointing: its second forward would miss the draw.")
+            raise ValueError(CHECKPOINTED)
         if not df > 2:
             raise ValueError(f"df must be greater than 2, so that the variance is finite; got {df}.")
         self.family, self.local, self.flipout, self.mean_mode = FAMILIES[family], local, flipout, False
         self.model = copy.deepcopy(model) if copy_model else model
-        self.training = model.training
+        self.training, self._watched = model.training, False
         learned = Space.of(self.model)
         self.space = learned.select(subset)
+        self._refuse_sparse()
         self.priors = _proper(as_prior(prior).assign(self.space.names, learned.names))
         self._warn_if_infinite()
         self._slots = slots_of(self.model, self.space)
@@ -126,8 +134,20 @@ class Variational(nn.Module):
         deviations = {name: q.scale * q.noise() for name, q in laws.items()} if rule is layerwise.flipout else {}
         drawn = {name: q.loc + deviations[name] if deviations else q.rsample() for name, q in laws.items()}
         forwards = [] if rule is None else self._forwards(rule, laws, deviations)
-        with substituted(self._slots, self._cast(drawn)), layerwise.replaced(forwards):
+        with substituted(self._slots, self._cast(drawn)), layerwise.replaced(forwards), self._watching():
             return self.model(*args, **kwargs)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """The first pass with gradients is refused where parts of it are checkpointed."""
+        if self._watched or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            yield
+            return
+        with CheckpointWatch() as watch:
+            yield
+        if watch.kinds:
+            raise ValueError(CHECKPOINTED)
+        self._watched = True
 
     def laws(self) -> dict[str, WeightFamily]:
         """The law of every random weight by name, each in the weight's shape."""
@@ -185,6 +205,16 @@ class Variational(nn.Module):
     def _cast(self, values: Params) -> Params:
         """In the precision of each weight, where that is lower than that of its law."""
         return {name: value.to(self._loc(name)) for name, value in values.items()}
+
+    def _refuse_sparse(self) -> None:
+        """Embeddings with sparse gradients cannot be drawn: torch has none of those of their scales."""
+        for name in self.space.names:
+            owner = self.model.get_submodule(name.rpartition(".")[0])
+            if getattr(owner, "sparse", False):
+                raise ValueError(
+                    f"a random weight must have dense gradients; {name!r} belongs to an {type(owner).__name__} with "
+                    "sparse=True. Give it sparse=False, or leave it out of subset."
+                )
 
     def _warn_if_infinite(self) -> None:
         for prior in self.priors.values():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
 
 from bayesformer.core.doubts import Doubt, recorded
 from bayesformer.core.rules import above, at_least, check_ranges, one_of, or_auto, whole, within
 from bayesformer.core.settings import LATER
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import optimise, schedules, sgld, swag
+from bayesformer.inference.added_noise import with_noise
 from bayesformer.inference.affine import AffineMap
 from bayesformer.inference.optimise import Adam
-from bayesformer.laws import GaussianLaw
+from bayesformer.laws import Dense, GaussianLaw
 from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
@@ -28,6 +33,7 @@ from bayesformer.train.training import Training
 
 FEWEST_SNAPSHOTS = 2  # one alone has no deviation from its mean
 EPOCHS, STEPS = 100, 600  # of a descent in whitened coordinates, which forgets in half an epoch
+UNEVEN = 0.25  # root mean square of the logarithm of standard deviations over those of the curvature
 OPTIMISER = Doubt(
     "spread",
     "Not a posterior: the spread of an optimiser. As published, SWAG's covariance is set by the learning rate and the "
@@ -43,8 +49,9 @@ class Swag:
     of the curvature, the stationary covariance of descent with rate h is (h N / 2n) I whatever the curvature is (Mandt
     et al. 2017). `coordinates="whitened"` descends in θ = θ* + W φ with W Wᵀ the inverse curvature at the mode, at the
     rate h = 2n / (N + n) on the sum over examples, with batches of n drawn with replacement: then that covariance
-    is the inverse curvature itself. `trajectory="adamw"` is the form published for LoRA (Onal et al. 2024). Several
-    `members` are MultiSWAG (Wilson & Izmailov 2020): a mixture of SWAGs around modes of their own.
+    is the inverse curvature itself. The prior's gradient has no such noise: its share is added. `trajectory="adamw"` is
+    the form published for LoRA (Onal et al. 2024). Several `members` are MultiSWAG (Wilson & Izmailov 2020): a mixture
+    of SWAGs around modes of their own.
     """
 
     lr: float = 2e-4
@@ -139,7 +146,7 @@ class Swag:
             return frame.to_theta(swag.law(state, scale=self.scale))
 
         return around.run(
-            partial(self.build, frame=frame),
+            partial(self.build, frame=frame, quiet=_prior_root(around, frame)),
             law,
             around.training(self.epochs, EPOCHS, STEPS),
             replacement=True,
@@ -149,7 +156,8 @@ class Swag:
     def _doubts(self, around: AroundMode, law: GaussianLaw) -> tuple[Doubt, ...]:
         seed = around.prototype.problem.seed
         how: dict[str, Any] = {"temperature": 1.0, "family": "dense", "seed": seed, "variational": False}
-        return tuple(gaussian_doubts(around.coordinates, around.full_batch(), law, **how))
+        doubts = gaussian_doubts(around.coordinates, around.full_batch(), law, **how)
+        return (*doubts, *(_of_spread(around, law) if self.scale == Swag.scale else ()))
 
     def _check(self, prototype: Prototype) -> None:
         """Refuse a training with fewer than two snapshots, which would have no spread, before anything is trained."""
@@ -172,6 +180,7 @@ class Swag:
         steps: int,
         num_data: int,
         frame: AffineMap | None = None,
+        quiet: Tensor | None = None,
         per_epoch: int = 1,
     ) -> Transform:
         """Gradient descent, which is Langevin dynamics at temperature 0, watched after its first epoch; or AdamW."""
@@ -181,10 +190,13 @@ class Swag:
         if frame is None:
             return swag.build(sgld.build(log_joint, self.lr, 0.0), start, self.every, self.rank)
         size = min(training.batch_size, num_data)
-        # φ ← (1 - h) φ + noise of variance h² N/n: stationary at variance 1 for h = 2n / (N + n), in units of 1 / N
-        rate = 2 * size * num_data / (num_data + size)
-        watched = swag.build(sgld.build(frame.in_phi(log_joint), rate, 0.0), start, self.every, self.rank)
-        return started(watched, frame)
+        # φ ← (1 - h) φ + noise of variance h² N/n: stationary at variance 1 for h = 2n / (N + n), in units of 1 / N.
+        # Batches make the data's share of that noise; the prior's, whose gradient has none, is added.
+        rate = 2 * size / (num_data + size)
+        descent = sgld.build(frame.in_phi(log_joint), rate * num_data, 0.0)
+        if quiet is not None:
+            descent = with_noise(descent, rate * math.sqrt(num_data / size) * quiet)
+        return started(swag.build(descent, start, self.every, self.rank), frame)
 
     def _adamw(self, log_joint: LogJoint, training: Training, per_epoch: int) -> Transform:
         """AdamW with a rate that falls linearly from the training's to that of the average."""
@@ -196,6 +208,29 @@ class Swag:
     def _start(training: Training, steps: int) -> int:
         """Steps before the first snapshot can be taken: one epoch, if there are several."""
         return 0 if training.epochs == 1 else steps // training.epochs
+
+
+def _prior_root(around: AroundMode, frame: AffineMap) -> Tensor:
+    """(P, P): R with R Rᵀ = Wᵀ Π W, the share of the prior in the curvature I of the coordinates."""
+    eye = torch.eye(len(frame.center), dtype=frame.center.dtype, device=frame.center.device)
+    once = frame.root.times_root(around.vector_prior.precision_times(frame.center, eye))  # (P, P), Π W
+    share = frame.root.times_root(once.mT).double()
+    values, vectors = torch.linalg.eigh((share + share.mT) / 2)
+    return (vectors * values.clamp(0, 1).sqrt()).to(frame.center)
+
+
+def _of_spread(around: AroundMode, law: GaussianLaw) -> list[Doubt]:
+    """Whether the spread is that of the curvature, by which coordinates are of unit variance."""
+    found = around.coordinates
+    assert isinstance(found.root, Dense)
+    ratio = float((law.sd / found.root.diagonal().sqrt()).log().square().mean().sqrt())
+    if ratio <= UNEVEN:
+        return []
+    sentence = (
+        f"The spread of the descent differs from the curvature's by a factor of {math.exp(ratio):.2g} on average: the "
+        "noise of its batches has another shape, as it has with few examples. Use Laplace(), or Sghmc()."
+    )
+    return [Doubt("spread", sentence, ratio, UNEVEN)]
 
 
 def _per_epoch(prototype: Prototype) -> int:

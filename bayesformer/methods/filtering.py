@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
+from torch import Tensor
 
 from bayesformer.core.doubts import Doubt
 from bayesformer.core.rules import above, at_least, check_ranges, one_of, or_auto, whole, within
@@ -101,9 +102,12 @@ class Ekf:
             begin["prior_mean"] = found.center + pull / found.prior_precision
         else:
             begin["moves"] = False
+        law = self._law
+        if prototype.data.is_random:  # the mean of one pass is that of one reading, the mode that of many
+            law = partial(_centred, law=law, center=found.center)
         return around.run(
             partial(self.build, begin=begin, prototype=prototype),
-            self._law,
+            law,
             replace(problem.training, epochs=1, max_steps=None),
             prior_in_objective=False,
             held=self._held(prototype),
@@ -174,3 +178,8 @@ class Ekf:
         shell = log_joint.shell  # type: ignore[attr-defined]
         curvature = BatchCurvature(shell, prototype.likelihood, prototype.data, form)
         return module.build(log_joint, None, self.transition_sd, curvature=curvature, **how)
+
+
+def _centred(state: Any, law: Callable[[Any], GaussianLaw], center: Tensor) -> GaussianLaw:
+    """The law of a state around another mean."""
+    return replace(law(state), mean=center)

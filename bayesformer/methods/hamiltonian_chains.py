@@ -151,6 +151,11 @@ class HamiltonianChains(ABC):
                 "Baoab, which are made for batches."
             )
         WholeData(prototype.data, 1)  # refuses a stream that can be read once only
+        if prototype.data.is_random:
+            raise ValueError(
+                f"{name} needs a log joint that stays the same; reading {prototype.data.name} draws random numbers, as "
+                "augmentation does, and every reading has another one. Give data without augmentation, or use Sghmc."
+            )
         if has_random_parts(prototype.prepared):
             raise ValueError(
                 f"{name} needs a model whose outputs are a function of its weights; this one has stochastic attention "

@@ -119,7 +119,7 @@ def fit_points(
     facts = facts_of(name, method, prototype, fitted)
     if doubts := of_training(facts["converged"]):  # none is no finding: nothing else of these was checked
         facts |= recorded(doubts)
-    return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, **how)
+    return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, bayesian=False, **how)
 
 
 def fit_members(

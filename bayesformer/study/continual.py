@@ -36,6 +36,7 @@ from bayesformer.datasets.books import Book
 from bayesformer.fitting import fit
 from bayesformer.laplace.earlier import posterior_after, trained_mode
 from bayesformer.laplace.method import Laplace
+from bayesformer.laplace.mode_search import FoundMode
 from bayesformer.laws import Diagonal, GaussianLaw
 from bayesformer.likelihoods import NextToken
 from bayesformer.posterior import Posterior
@@ -223,7 +224,8 @@ def _hold(shelf: Shelf, learner: Learner, episode: int, seed: int, before: Poste
         seed=fold(seed, "episode", episode),
         prior=prior,
     )
-    mode = Start(prior.law.mean.clone(), {}) if episode == 0 else trained_mode(Prototype(problem))[0]
+    given = FoundMode(Start(prior.law.mean.clone(), {}), None)
+    mode = given if episode == 0 else trained_mode(method, Prototype(problem))[0]
     few = replace(problem, data=shelf.data(learner.place, [episode], curved))
     facts = {"method": {"name": "laplace", **asdict(method)}, "seed": problem.seed}
     return posterior_after(method, Prototype(few), mode, problem.seed, facts)

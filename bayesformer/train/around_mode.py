@@ -52,6 +52,7 @@ class AroundMode:
         self.method, self.prototype, self.prior = method, prototype, prior
         self.name = type(method).__name__.lower()
         self.warm_up = warm_up
+        prototype.refuse_reentrant(self.name)
         self.modes = find_modes(prototype, self.name, prior, 1.0 if warm_up == "auto" else warm_up)
         part = subset_stage(prototype, self.modes, method.subset)
         self.coordinates = find_coordinates(part, prior, kind=kind)

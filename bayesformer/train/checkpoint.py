@@ -129,7 +129,7 @@ def _write(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     # safetensors refuses tensors that share memory, as buffers of tied modules may
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     facts = {"identity": identity, "history": run.history, "latest": run.latest, "seconds": run.elapsed}
-    facts |= {"epoch": run.epoch, "step": run.step, "total": run.total, "strides": _strides(tensors)}
+    facts |= {"epoch": run.epoch, "step": run.step, "total": run.total}
     write_tensors(path, tensors, facts)
 
 
@@ -144,7 +144,7 @@ def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
             "delete it or choose another checkpoint folder."
         )
     device = run.theta.device
-    unpack_state(run.state, _under("state.", _laid_out(tensors, facts.get("strides", {}))))
+    unpack_state(run.state, _under("state.", tensors))
     run.epoch, run.step, run.total = facts["epoch"], facts["step"], facts["total"]
     run.history, run.latest, run.seconds = facts["history"], facts["latest"], facts["seconds"]
     if run.best_theta is not None:
@@ -159,19 +159,6 @@ def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     run.draw_buffers = [{k: v[i] for k, v in kept.items()} for i in range(len(run.draws))]
     for i, generator in enumerate(run.generators):
         generator.set_state(tensors[f"noise.{i}"])
-
-
-def _strides(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """The strides of tensors that are not row by row in memory, as factors of matrices are, which files forget."""
-    return {name: list(tensor.stride()) for name, tensor in tensors.items() if not tensor.is_contiguous()}
-
-
-def _laid_out(tensors: Params, strides: Mapping[str, list[int]]) -> Params:
-    """The tensors in memory as they were: products with matrices in another layout are rounded otherwise."""
-    return tensors | {
-        name: torch.empty_strided(tensors[name].shape, stride, dtype=tensors[name].dtype).copy_(tensors[name])
-        for name, stride in strides.items()
-    }
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Params:

@@ -84,6 +84,7 @@ def find_coordinates(
         dense_up_to: weights up to which "auto" is dense.
     """
     refuse_too_large(kind, part.space.size)
+    part.prototype.refuse_reentrant("this method")
     batch = full_batch(part, prior, chain)
     return _Search(batch, part.starts[chain].theta, kind, test, dense_up_to).found()
 

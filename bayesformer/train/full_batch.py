@@ -2,12 +2,13 @@
 
     U(θ) = -Σ_n log p(y_n | x_n, θ) - log p(θ)
 
-with its gradient, its Gauss-Newton matrix and products with that. Sums are over N examples, not means.
+with its gradient, its Gauss-Newton matrix and products with that. Sums are over N examples, not means. Random data
+(augmentation) have another log-likelihood in every reading: U is its average over several, which are always the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -37,6 +38,7 @@ class FullBatch:
 
     def __init__(self, prototype: Prototype, skeleton: Skeleton, start: Start, prior: VectorPrior) -> None:
         self.prototype, self.prior, self.space = prototype, prior, skeleton.space
+        self.data = prototype.whole
         self.shell = skeleton.shell()
         self.shell.load(start.theta)
         self.shell.load_buffers(start.buffers)
@@ -61,8 +63,12 @@ class FullBatch:
 
     @property
     def is_objective(self) -> bool:
-        """Whether training and sampling see this very function: no noise in training passes, no moving averages."""
-        return self.prototype.randomness.kind == "none" and not self.prototype.moves_buffers
+        """Whether training and sampling see this very function: no noise in training passes, no moving averages.
+
+        Neither do segments with re-entrant checkpointing, which have no curvature.
+        """
+        made = self.prototype
+        return made.randomness.kind == "none" and not made.moves_buffers and not made.is_reentrant
 
     def potential(self, theta: Tensor, examples: int | None = None) -> float:
         """U(θ) over all data, summed in float64; or over some examples, always the same, and scaled up to N."""
@@ -72,13 +78,13 @@ class FullBatch:
         with torch.no_grad():
             for batch in data.in_order(self.chunk, self.shell.theta.device):
                 with self._pass():
-                    total -= float(self._log_prob(batch).double().sum())
-        self.epochs += FORWARD * share
+                    total -= float(self._log_prob(batch).double().sum()) / data.readings
+        self.epochs += FORWARD * share * data.readings
         return total / share - float(self.prior.log_prob(theta).double())
 
     def _some(self, examples: int | None) -> tuple[Batches, float]:
         """Some examples drawn at random, the same in every call, and their share of the data; all of them for None."""
-        data, count = self.prototype.data, self.prototype.problem.num_data
+        data, count = self.data, self.prototype.problem.num_data
         if examples is None or examples >= count:
             return data, 1.0
         seed = fold(self.prototype.problem.seed, "curvature")
@@ -91,14 +97,31 @@ class FullBatch:
         shell.load(theta)
         assert shell.grad is not None
         self.prior.write(shell.theta, shell.grad, -1.0)
-        for batch in self._batches():
+        total += self._add_slopes(self._batches(), self.data.readings)
+        return total, shell.grad.clone()
+
+    def slopes(self, theta: Tensor) -> Tensor:
+        """(R, P): the gradient of the negative log-likelihood in each of the R readings of random data."""
+        shell, rows = self.shell, []
+        shell.load(theta)
+        assert shell.grad is not None
+        for number in range(self.data.readings):
+            shell.grad.zero_()
+            self._add_slopes(self.data.realisation(number).in_order(self.chunk, theta.device), 1)
+            rows.append(shell.grad.clone())
+        return torch.stack(rows)
+
+    def _add_slopes(self, batches: Iterable[Batch], readings: int) -> float:
+        """The negative log-likelihood of the batches over `readings`; its gradient is added to the shell's."""
+        total, seen = 0.0, 0
+        for batch in batches:
             note(len(batch.targets))
             with self._pass(), torch.enable_grad():
-                loss = -self._log_prob(batch).sum()
+                loss = -self._log_prob(batch).sum() / readings
                 loss.backward()
-            total += float(loss.detach().double())
-        self.epochs += 1
-        return total, shell.grad.clone()
+            total, seen = total + float(loss.detach().double()), seen + len(batch.targets)
+        self.epochs += seen / self.prototype.problem.num_data
+        return total
 
     def curvature(self, theta: Tensor, structure: Literal["full", "kron", "diag"]) -> Curvature:
         """The Gauss-Newton matrix of the data alone at θ, without the prior; Kronecker factors are weighted."""
@@ -106,12 +129,12 @@ class FullBatch:
         likelihood = self.prototype.likelihood
         outputs = self.prototype.trial(self.shell, self.prototype.trial_batch)
         exact = columns.count("ggn", likelihood, outputs) <= COLUMNS
-        self.epochs += 1
+        self.epochs += self.data.readings
         with self._pass():
             return estimate(
                 self.shell.module,
                 likelihood,
-                self.prototype.data,
+                self.data,
                 structure,
                 kind="ggn" if exact else "mc",
                 seed=self.prototype.problem.seed,
@@ -129,7 +152,7 @@ class FullBatch:
         )
 
         def times(v: Tensor) -> Tensor:
-            self.epochs += PRODUCT * share
+            self.epochs += PRODUCT * share * data.readings
             return products.ggn(v) / share + self.prior.precision_times(theta, v)
 
         return times
@@ -157,7 +180,7 @@ class FullBatch:
         return self.prototype.likelihood.log_prob(outputs, batch.targets, batch.mask)
 
     def _batches(self) -> Iterator[Batch]:
-        return self.prototype.data.in_order(self.chunk, self.shell.theta.device)
+        return self.data.in_order(self.chunk, self.shell.theta.device)
 
     @contextmanager
     def _pass(self) -> Iterator[None]:

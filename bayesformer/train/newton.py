@@ -8,6 +8,7 @@ the weights. For a linear model with Gaussian noise one step is exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from bayesformer.inference.linear_algebra import conjugate_gradients
 from bayesformer.train.full_batch import FullBatch
-from bayesformer.train.metric import kronecker_root, precision_at
+from bayesformer.train.metric import covariance_root, kronecker_root, precision_at
 
 CLOSE = 0.05  # posterior standard deviations: nearer than this no further step is made
 STEPS, HALVINGS = 5, 8  # Gauss-Newton steps and halvings of each, at most
@@ -31,7 +32,7 @@ class Polished(NamedTuple):
     """Weights after the Gauss-Newton steps, and what is known there."""
 
     theta: Tensor  # (P,)
-    decrement: float  # δ at θ
+    decrement: float  # δ at θ; with the standard error of the mode over readings of random data
     steps: int  # that were made
     precision: Tensor | None  # (P, P), H at θ in float64; None where it was never written down
 
@@ -59,7 +60,21 @@ def polish(batch: FullBatch, theta: Tensor, *, dense: bool, most: int = STEPS) -
         theta = moved
         value, gradient = batch.slope(theta)
         found = solve(batch, theta, gradient)
-    return Polished(theta, decrement, made, found.precision)
+    return Polished(theta, math.hypot(decrement, _reading_error(batch, theta, found)), made, found.precision)
+
+
+def _reading_error(batch: FullBatch, theta: Tensor, found: Direction) -> float:
+    """How far the mode of the readings of random data is from that of ever more, in posterior standard deviations.
+
+    A standard error, from how the gradients of the readings differ; 0 where data are not random.
+    """
+    count = batch.data.readings
+    if count == 1:
+        return 0.0
+    rows = batch.slopes(theta)
+    root = kronecker_root(batch, theta) if found.precision is None else covariance_root(found.precision, theta)
+    white = root.times_root(rows - rows.mean(0))
+    return (float(white.double().square().sum()) / (count * (count - 1) * batch.size)) ** 0.5
 
 
 def cheap_matrix(batch: FullBatch, linear: bool) -> bool:

@@ -17,10 +17,12 @@ from bayesformer.core.types import Batch, Inputs, Params
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
+from bayesformer.data.realisations import averaged
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import batches_for, check_tokens, resolve
 from bayesformer.model.adapters import adapters_of, virtual_tokens
 from bayesformer.model.admission import check_names
+from bayesformer.model.checkpoint_watch import CheckpointWatch
 from bayesformer.model.modes import held_modules, noisy_modules, set_training
 from bayesformer.model.probe import Probe, probe_training
 from bayesformer.model.randomness import Randomness, find_randomness, pass_noise
@@ -76,6 +78,11 @@ class Prototype:
         self._check(self.data, "train")
         if self.validation is not None:
             self._check(self.validation, "validation")
+
+    @cached_property
+    def whole(self) -> Batches:
+        """The data for sums over all of them; random ones are averaged over several readings."""
+        return averaged(self.data)
 
     @cached_property
     def trial_batch(self) -> Batch:
@@ -164,6 +171,23 @@ class Prototype:
                 "training.batch_size must be at least 2 for this model, whose training passes need several examples as "
                 f"BatchNorm does ({error}); got 1. Or hold its averages with training.buffers='fixed'."
             ) from error
+
+    @cached_property
+    def is_reentrant(self) -> bool:
+        """Whether a pass in evaluation mode has segments with re-entrant checkpointing, which have no curvature."""
+        shell, watch = self.skeleton.shell(gradients=False), CheckpointWatch()
+        shell.module.eval()
+        with watch:
+            self.trial(shell, self.trial_batch)
+        return "reentrant" in watch.kinds
+
+    def refuse_reentrant(self, name: str) -> None:
+        """For methods that need curvature: refuse what torch.autograd.grad cannot go through, before training."""
+        if self.is_reentrant:
+            raise ValueError(
+                f"{name} needs derivatives of the outputs in evaluation mode, which re-entrant checkpointing does not "
+                "have; model must call torch.utils.checkpoint.checkpoint with use_reentrant=False; got True."
+            )
 
     @cached_property
     def evaluation_randomness(self) -> Randomness:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bayesformer.core.doubts import Doubt, with_doubts
 from bayesformer.core.types import Params
 from bayesformer.laws import GaussianLaw, Law, MixtureLaw, Samples
 from bayesformer.laws.samples import shared
@@ -23,6 +24,12 @@ from bayesformer.train.rounding import rounding_facts
 from bayesformer.train.training import Training
 from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
 
+AUGMENTED = Doubt(
+    "augmentation",
+    "Examples differ from reading to reading (augmentation): the posterior is of the log-likelihood averaged over "
+    "readings, every example counted once, which is narrower or wider than that of the data. Give data without "
+    "augmentation where the spread matters.",
+)
 FEWEST_STEPS = 400  # of the search for a mode, unless its length was given
 MODE_SHARE = 0.5  # of the epochs, to find the mode of the other weights where a subset is inferred
 
@@ -256,8 +263,12 @@ def fit_gaussian(
     return posterior_of(prototype, found, facts, default_draws=method.draws, predictive=method.predictive)
 
 
-def posterior_of(prototype: Prototype, law: Law, facts: dict[str, Any], **how: Any) -> Posterior:
-    """The posterior over the weights of a prototype."""
+def posterior_of(
+    prototype: Prototype, law: Law, facts: dict[str, Any], *, bayesian: bool = True, **how: Any
+) -> Posterior:
+    """The posterior over the weights of a prototype; unless it is networks as trained, random data are a doubt."""
+    if bayesian and prototype.data.is_random:
+        facts = with_doubts(facts, [AUGMENTED])
     return Posterior(
         model=prototype.model,
         likelihood=prototype.likelihood,
