@@ -21,7 +21,7 @@ from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
 from bayesformer.laplace.earlier import posterior_after, trained_mode
 from bayesformer.laplace.estimate import Curvature, estimate
-from bayesformer.laplace.mode_search import FoundMode, mode_doubts, nearest_mode, normal
+from bayesformer.laplace.mode_search import FoundMode, inferred, mode_doubts, nearest_mode, normal
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
@@ -30,6 +30,7 @@ from bayesformer.model.space import Choice
 from bayesformer.posterior import Posterior
 from bayesformer.predict.one_pass.refusals import refuse_attention
 from bayesformer.predict.ways import WAYS, Way
+from bayesformer.train.coordinates import at_joint_mode
 from bayesformer.train.members import facts_of
 from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
@@ -151,7 +152,9 @@ class Laplace:
         modes = find_modes(prototype, "laplace", normal(self.precision), 1.0)
         assert modes.stage is not None
         facts = facts_of("laplace", self, prototype, modes.stage)
-        found = nearest_mode(self, prototype, modes.start(0), normal(self.precision * self.temperature))
+        prior = normal(self.precision * self.temperature)
+        modes = at_joint_mode(prototype, modes, inferred(self, prototype).names, prior)
+        found = nearest_mode(self, prototype, modes.start(0), prior)
         return self.posterior_at(prototype, found, facts, move=True)
 
     def fit_trained(self, problem: Problem) -> Posterior:

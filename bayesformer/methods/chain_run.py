@@ -21,7 +21,7 @@ from bayesformer.methods import langevin_checks
 from bayesformer.methods.pace import MOST_EPOCHS, Pace
 from bayesformer.posterior import Posterior
 from bayesformer.train.collect import Collect
-from bayesformer.train.coordinates import FEW, Coordinates, centred, find_coordinates, polished
+from bayesformer.train.coordinates import FEW, Coordinates, at_joint_mode, centred, find_coordinates, polished
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.members import BuildTransform, Fitted, Stage, facts_of, fit_stage
 from bayesformer.train.mode_doubts import of_mode
@@ -101,15 +101,18 @@ class ChainRun:
     @cached_property
     def modes(self) -> Modes:
         """The modes that training finds: one where all chains start from the same weights, else one per chain."""
-        share = 1.0
         if self.method.warm_up is not None:
             share = self.method.warm_up or (MODE_SHARE if is_proper(self.prototype, self.method.subset) else 0.0)
             return find_modes(self.prototype, self.name, self.method.prior, share, self.chains)
         if self.chains > 1 and self._starts_differ():
-            return find_modes(self.prototype, self.name, self.method.prior, share, self.chains)
-        known = vars(self.earlier).get("modes") if self.earlier is not None else None
-        one: Modes = known or find_modes(self.prototype, self.name, self.method.prior, share, 1)
-        return one.repeated(self.chains)
+            return self._found(self.chains)
+        known: Modes | None = vars(self.earlier).get("modes") if self.earlier is not None else None
+        return (known or self._found(1)).repeated(self.chains)
+
+    def _found(self, count: int) -> Modes:
+        """Modes of all of the training, weights outside the subset included."""
+        modes = find_modes(self.prototype, self.name, self.method.prior, 1.0, count)
+        return at_joint_mode(self.prototype, modes, self.method.subset, self.method.prior)
 
     @property
     def trainings(self) -> list[Fitted]:

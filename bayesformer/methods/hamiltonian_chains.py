@@ -28,6 +28,7 @@ from bayesformer.methods.chain_checks import EXAMPLES, ChainRecord, examine, out
 from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.collect import Collect
+from bayesformer.train.coordinates import at_joint_mode
 from bayesformer.train.members import Stage, facts_of, fit_stage
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
@@ -116,6 +117,7 @@ class HamiltonianChains(ABC):
         self.check(prototype)
         metric = self.metric_for(prototype.space.select(self.subset).size, prototype)
         modes = find_modes(prototype, name, self.prior, float(self.start == "mode"), self.chains)
+        modes = at_joint_mode(prototype, modes, self.subset, self.prior)
         wide = widened(prototype, modes) if self.precision == "float64" else prototype
         part = subset_stage(wide, replace(modes, theta=modes.theta.to(wide.space.dtype)), self.subset)
         stage = Stage(

@@ -24,7 +24,7 @@ from bayesformer.laws.roots import StackedRoot
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting
-from bayesformer.train.coordinates import EXAMPLES, POWER, Kind, centred, find_coordinates
+from bayesformer.train.coordinates import EXAMPLES, POWER, Kind, at_joint_mode, centred, find_coordinates
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.members import BuildTransform, Stage, facts_of, fit_stage
 from bayesformer.train.prototype import Prototype
@@ -54,6 +54,8 @@ class AroundMode:
         self.warm_up = warm_up
         prototype.refuse_reentrant(self.name)
         self.modes = find_modes(prototype, self.name, prior, 1.0 if warm_up == "auto" else warm_up)
+        if warm_up == "auto":
+            self.modes = at_joint_mode(prototype, self.modes, method.subset, prior)
         part = subset_stage(prototype, self.modes, method.subset)
         self.coordinates = find_coordinates(part, prior, kind=kind)
         self.part = centred(part, [self.coordinates])

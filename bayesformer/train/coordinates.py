@@ -23,12 +23,13 @@ from bayesformer.core.seeds import generator
 from bayesformer.inference.affine import Root
 from bayesformer.inference.linear_algebra import power_iteration
 from bayesformer.laws import Diagonal
+from bayesformer.model.space import Choice
 from bayesformer.priors.setting import PriorSetting
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.metric import FLAT, covariance_root, kronecker_root
 from bayesformer.train.newton import DENSE, FEW, cheap_matrix, polish, steps_allowed
-from bayesformer.train.prototype import Start
-from bayesformer.train.recipe import SubsetStage, vector_prior
+from bayesformer.train.prototype import Prototype, Start
+from bayesformer.train.recipe import Modes, SubsetStage, subset_stage, vector_prior
 
 Kind = Literal["dense", "kron", "diag", "prior"]
 Regime = Literal["gaussian", "network"]
@@ -104,6 +105,19 @@ def polished(part: SubsetStage, prior: PriorSetting | None, chain: int = 0) -> t
     starts = list(part.starts)
     starts[chain] = Start(found.theta, start.buffers)
     return replace(part, starts=starts), found.decrement
+
+
+def at_joint_mode(prototype: Prototype, modes: Modes, subset: Choice, prior: PriorSetting | None) -> Modes:
+    """Modes of which the weights outside a subset, which stay where they are, have been found as well.
+
+    Gauss-Newton steps on all learned weights, where `polished` makes any: steps on the subset alone would find its mode
+    given the others as Adam left them, several posterior standard deviations from their own.
+    """
+    if modes.stage is None or prototype.space.select(subset) == prototype.space:
+        return modes
+    whole = subset_stage(prototype, modes, "*")
+    rows = [polished(whole, prior, chain)[0].starts[chain].theta for chain in range(len(modes.theta))]
+    return replace(modes, theta=torch.stack(rows))
 
 
 def full_batch(part: SubsetStage, prior: PriorSetting | None, chain: int = 0) -> FullBatch:
