@@ -812,6 +812,10 @@ class Posterior:
         state = {False: "has not converged", True: "converged", None: "convergence unknown"}
         settled = self.facts.get("converged") or [None]
         verdict = state[False if False in settled else None if None in settled else True]
+        found: Any = self.facts.get("coordinates") or self.facts
+        decrement = found[0].get("decrement") if isinstance(found, list) else found.get("decrement")
+        if decrement is not None:  # steps after the training went on to the mode
+            verdict = f"{decrement:.2g} standard deviations from the mode"
         if "diagnostics" in self.facts:  # of Hamiltonian chains, which converge in another sense than a search does
             verdict = chain_words(self.facts["diagnostics"])
         init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""

@@ -44,6 +44,10 @@ examples:
       log-likelihood against the scale of the prior, as a figure
   bayesformer study reproduce --forecast
       the study of Bayesian transformers: its plan and how long it takes; without the option, what is missing of it
+  bayesformer study citations --runs 50
+      what the accuracy of a graph attention network depends on, as a table
+  bayesformer study summary
+      the tables that open README.md and docs/results.md, from stored results
   bayesformer data get mnist
       a data set from its official source into the user's cache; `bayesformer data list` names them
   bayesformer study fidelity results/fidelity

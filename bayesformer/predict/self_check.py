@@ -93,7 +93,7 @@ def _scaled(inputs: Inputs) -> Inputs | None:
 def _temperature(posterior: Posterior, law: Samples, data: Batches) -> float | None:
     """Mean over draws of (θ - θ̄) · ∇U(θ) / P, over the temperature asked for; what θ̄ takes away is put back."""
     prior = prior_in(posterior.facts)
-    asked = float(posterior.facts.get("method", {}).get("temperature", 1.0))
+    asked = temperature_in(posterior.facts)
     moving = law.theta.std(0) > 0
     if prior is None or asked == 0 or not bool(moving.any()):
         return None
@@ -133,7 +133,7 @@ def _gaussian(posterior: Posterior, law: GaussianLaw, data: Batches) -> list[Dou
         spread = sum(block.size for block in law.blocks)
         base = at_mean + _log_prior(posterior, law.mean, prior)
         rises = [base - value - _log_prior(posterior, row, prior) for value, row in zip(drawn, rows, strict=True)]
-        rise = 2 * sum(rises) / (DRAWS * max(spread, 1))
+        rise = 2 * sum(rises) / (DRAWS * max(spread, 1) * temperature_in(posterior.facts))
         if not rise <= RISE:
             sentence = (
                 f"Draws of the weights raise the negative log joint {rise:.3g} times as much as a Gaussian's own: this "
@@ -153,7 +153,8 @@ def _predictions(posterior: Posterior, data: Batches) -> list[Doubt]:
     mean = _log_likelihood(posterior, posterior.law.mean, [batch]) / len(batch.targets)
     scored, linearised = (_score(posterior, batch, way) for way in ("sampled", "linearised"))
     weights = sum(block.size for block in posterior.law.blocks)  # type: ignore[attr-defined]
-    limit = BELOW + min(max(mean - linearised, 0.0), 0.5 * min(1.0, weights / (data.num_data or 1)))
+    allowed = 0.5 * min(1.0, temperature_in(posterior.facts) * weights / (data.num_data or 1))
+    limit = BELOW + min(max(mean - linearised, 0.0), allowed)
     if mean - scored > limit:
         sentence = (
             f"Draws of the weights score {mean - scored:.2f} nats per example below the network at their mean. Use "
@@ -196,6 +197,11 @@ def _log_likelihood(posterior: Posterior, theta: Tensor, data: Any) -> float:
 
 def _log_prior(posterior: Posterior, theta: Tensor, prior: Prior) -> float:
     return float(prior.log_prob(posterior.space.views(theta)).double())
+
+
+def temperature_in(facts: Mapping[str, Any]) -> float:
+    """The temperature that a posterior was made at, 1 where its facts do not say; a point at 0 counts as 1."""
+    return float(facts.get("method", {}).get("temperature", 1.0) or 1.0)
 
 
 def prior_in(facts: Mapping[str, Any]) -> Prior | None:
