@@ -75,7 +75,7 @@ class Vi:
         check_ranges(
             self,
             kind=one_of(("diag", "kron", "dense")),
-            temperature=at_least(0),
+            temperature=above(0) if self.log_sd == "auto" else at_least(0),
             log_sd=or_auto(finite()),
             samples=whole(1),
             draws=whole(1),
