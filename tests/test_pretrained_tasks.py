@@ -113,6 +113,20 @@ def test_sentences_are_classified_and_foreign_rows_are_judged(learned):
     assert (len(trained) == 2) == (learned == "lora")  # the head alone, beside the adapters
 
 
+@pytest.mark.parametrize("learned", ["lora", "full"])
+def test_models_are_in_training_mode_so_that_stochastic_attention_is_learned(learned):
+    task = small(learned=learned)
+    data = task.load()
+    assert all(module.training for module in task.model().modules())
+    given = {"likelihood": task.likelihood, "training": SHORT}
+    noisy = build_method("attention", {"spread": 2.0, "draws": 0})
+    plain, drawn = (fit(task.model, data.train, method=method, **given) for method in (None, noisy))
+    names = [name for name in plain.space.names if "classifier" in name]
+    both = [p.sample(1) for p in (plain, drawn)]
+    found = {name: next(v for k, v in both[1].items() if k.endswith(name)) for name in names}
+    assert any(not torch.allclose(both[0][name], found[name], atol=1e-3) for name in names)
+
+
 def test_parts_of_a_glue_task_are_disjoint_and_the_same_every_time():
     first, again = small().load(), small().load()
     assert torch.equal(first.train.inputs["input_ids"], again.train.inputs["input_ids"])

@@ -90,7 +90,8 @@ def table(results: Sequence[Result]) -> str:
     for place, title in PLACE_NAMES.items():
         found = losses(results, place)
         if found:
-            parts += [_place(results, found, place, title), _choice(results, place)]
+            parts += [_place(results, found, place, title), _episodes(results, found, place, title)]
+            parts.append(_choice(results, place))
     if not parts:
         raise ValueError("results must hold episodes of `bayesformer study continual`; got none.")
     return "\n\n".join(part for part in parts if part)
@@ -117,6 +118,21 @@ def _place(results: Sequence[Result], found: Mapping[int, Losses], place: str, t
         strength = f", strength {chosen[structure]:g}" if structure in chosen else ""
         lines.append(f"| {label}{strength} | {' | '.join(entries)} |")
     return "\n".join(lines)
+
+
+def _episodes(results: Sequence[Result], found: Mapping[int, Losses], place: str, title: str) -> str:
+    """Test losses of all books after each of them, of those that learn one after another; what was run."""
+    names = next(r["settings"]["books"] for r in results if r["settings"]["place"] == place)
+    short, chosen = [name.replace("_", " ") for name in names], strengths(results, place)
+    lines = [f"| {title}: test loss after each book | {' | '.join(short)} |", "|---|" + "---|" * len(names)]
+    mean = _over_seeds(found)
+    for learner in DRAWN:
+        structure = learner.removeprefix("laplace, ")
+        strength = f", strength {chosen[structure]:g}" if structure in chosen else ""
+        for episode, tested in sorted(mean.get(learner, {}).items()):
+            entries = [f"{tested[book]:.3f}" for book in range(len(names))]
+            lines.append(f"| {learner}{strength}, after {short[episode]} | {' | '.join(entries)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def _losses_of(by_learner: Losses, learner: str, book: int, books: int) -> float | None:

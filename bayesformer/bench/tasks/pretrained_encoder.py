@@ -37,6 +37,7 @@ def encoder_model(head: str, labels: int, learned: Learned) -> nn.Module:
         says.set_verbosity(before)
         if bar:
             says.enable_progress_bar()
+    model.train()  # transformers loads in evaluation mode, in which neither dropout nor attention would be drawn
     if learned == "full":
         return model
     from peft import LoraConfig, get_peft_model
