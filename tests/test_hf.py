@@ -1,8 +1,10 @@
 """Hugging Face: the five tasks through `fit`, text with a tokenizer, and posteriors out of a Trainer's run."""
 
+import peft
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
     BartConfig,
@@ -322,3 +324,18 @@ def test_shades_follow_the_epistemic_uncertainty():
     assert shade_of(0.0) == SHADES[0]
     assert shade_of(0.3) == SHADES[3]
     assert shade_of(9.0) == SHADES[-1]
+
+
+def test_adapters_on_a_loaded_model_train_with_its_dropout():
+    """from_pretrained leaves a model in evaluation mode, and PEFT's wrapper comes in training mode."""
+    found = []
+    for training in (True, False):
+        model = bert(BertForSequenceClassification, num_labels=2).train(training)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+        torch.manual_seed(1)
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                nn.init.normal_(weight, 0, 0.1)
+        posterior = bf.fit(adapted, bf.hf.encode(rows(), tokenizer()), likelihood="categorical", training=SHORT)
+        found.append(posterior.theta)
+    assert torch.equal(*found)

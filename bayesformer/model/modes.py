@@ -15,6 +15,7 @@ def held_modules(model: nn.Module, space: Space, changed: Iterable[str] = (), fi
     A model in training mode with parts in evaluation mode is taken at its word: those parts stay. A model that comes
     in evaluation mode, as models do after loading, trains as a whole, but for modules without inferred weights whose
     buffers a training pass would change (frozen BatchNorm). With `fixed`, all modules stay whose buffers would change.
+    PEFT's wrapper is always in training mode: there the model inside it says which of the two it is.
 
     Args:
         model: as the user gave it, or as a method prepared it.
@@ -26,11 +27,17 @@ def held_modules(model: nn.Module, space: Space, changed: Iterable[str] = (), fi
     inferred = {name.rpartition(".")[0] for name in space.names}
     if fixed:
         held = owners
-    elif model.training:
+    elif _inside(model).training:
         held = {name for name, module in model.named_modules() if not module.training}
     else:
         held = owners - inferred
     return tuple(sorted(held))
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's wrapper, or itself."""
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
 
 
 def noisy_modules(held: Iterable[str], changed: Iterable[str]) -> tuple[str, ...]:
