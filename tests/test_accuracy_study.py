@@ -85,13 +85,13 @@ def test_the_command_on_trained_networks_writes_prints_and_judges(monkeypatch, t
 
     monkeypatch.setattr(trained_accuracy, "CASES", {"tiny": tiny})
     status = trained_accuracy.main(["--draws", "2000", "--output", str(tmp_path)])
-    content = json.loads((tmp_path / "trained_tiny.json").read_text())
+    content = json.loads((tmp_path / "trained.json").read_text())["tiny"]
     assert capsys.readouterr().out.count("| tiny |") == len(trained_accuracy.STRUCTURES)
     assert status == 0  # linear in the weights: the last layer is all there is, and exact
     assert {row["way"] for row in content["rows"]} == set(trained_accuracy.WAYS)
     assert all(row["ratio"] == pytest.approx(1, abs=0.1) for row in content["rows"])
     content["rows"][0]["ratio"] = 0.5
-    (tmp_path / "trained_tiny.json").write_text(json.dumps(content))
+    (tmp_path / "trained.json").write_text(json.dumps({"tiny": content}))
     assert trained_accuracy.main(["--stored", "--output", str(tmp_path)]) == 1
     with pytest.raises(SystemExit):
         trained_accuracy.main(["resnet"])

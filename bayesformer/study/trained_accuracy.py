@@ -320,6 +320,8 @@ def measure(name: str, case: TrainedCase, structures: Iterable[str], draws: int)
 
 # ---------------------------------------------------------------------------------------------------- the command
 
+STORED = "trained.json"
+
 
 def table(contents: Sequence[Mapping[str, Any]]) -> str:
     """All stored measurements as a table in Markdown, one line per posterior."""
@@ -354,13 +356,14 @@ def _cost(row: Mapping[str, Any] | None) -> str:
     return "–" if row is None else f"{row['cost']:.1f}"
 
 
-def file_of(folder: Path, name: str) -> Path:
-    """Where the measurement of a case is stored."""
-    return folder / f"trained_{name.replace(', ', '_').replace(' ', '_')}.json"
+def stored(folder: Path) -> dict[str, Any]:
+    """What is stored of each case, by name, in the order of `CASES`."""
+    found = read_json(folder / STORED, "measurement") if (folder / STORED).exists() else {}
+    return {name: found[name] for name in CASES if name in found}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the cases that match, write one JSON file each, print the table; 1 if a median is out of bounds."""
+    """Measure the cases that match, write them to one JSON file, print the table; 1 if a median is out of bounds."""
     summary = (__doc__ or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m bayesformer.study.trained_accuracy", description=summary)
     parser.add_argument("cases", nargs="*", default=[""], help="parts of names; all cases by default")
@@ -374,9 +377,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.stored:
         torch.set_num_threads(1)
         for name in names:
-            write_json(file_of(given.output, name), measure(name, CASES[name](), STRUCTURES, given.draws))
-    paths = [file_of(given.output, name) for name in names]
-    contents = [read_json(path, "measurement") for path in paths if path.exists()]
+            found = measure(name, CASES[name](), STRUCTURES, given.draws)
+            write_json(given.output / STORED, stored(given.output) | {name: found})
+    contents = [content for name, content in stored(given.output).items() if name in names]
     print(table(contents))
     medians = [row["ratio"] for content in contents for row in content["rows"] if row["way"] == "streamlined"]
     return int(not all(WITHIN[0] <= median <= WITHIN[1] for median in medians))
