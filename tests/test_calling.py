@@ -32,10 +32,16 @@ def test_values_that_are_no_tensors_pass_through():
 
 def test_inputs_are_one_tensor_a_tuple_a_mapping_or_one_object():
     x, graph = torch.ones(2), SimpleNamespace(edges=3)
-    assert split_inputs(x) == ((x,), {})
-    assert split_inputs((x, None)) == ((x, None), {})
-    assert split_inputs({"x": x}) == ((), {"x": x})
+    for given, expected in ((x, ((x,), {})), ((x, None), ((x, None), {})), ({"x": x}, ((), {"x": x}))):
+        torch.testing.assert_close(split_inputs(given), expected)
     assert split_inputs(graph) == ((graph,), {})
+
+
+def test_tensors_are_handed_over_as_copies_unless_they_are_differentiated():
+    x, followed = torch.ones(2), torch.ones(2, requires_grad=True)
+    (mine, theirs), _ = split_inputs((x, followed))
+    assert mine.data_ptr() != x.data_ptr()
+    assert theirs is followed
 
 
 def test_logits_are_found():

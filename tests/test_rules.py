@@ -31,8 +31,8 @@ def test_rules_hold_for_what_their_words_say(rule):
 @pytest.mark.parametrize(
     ("method", "settings", "text"),
     [
-        ("vi", {"temperature": -1}, "vi.temperature must be a number of at least 0; got -1."),
-        ("vi", {"temperature": "hot"}, "vi.temperature must be a number of at least 0; got 'hot'."),
+        ("vi", {"temperature": -1}, "vi.temperature must be a number greater than 0; got -1."),
+        ("vi", {"temperature": "hot"}, "vi.temperature must be a number greater than 0; got 'hot'."),
         ("vi", {"draws": 2.5}, "vi.draws must be a whole number of at least 1; got 2.5."),
         ("sghmc", {"warm_up": 1.0}, "sghmc.warm_up must be at least 0 and less than 1, or none; got 1.0."),
         ("sghmc", {"lr": math.inf}, "sghmc.lr must be a finite number greater than 0, or 'auto'; got inf."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -105,7 +105,7 @@ class Attention:
             kl_weight=Annealing(self.temperature, self.annealing, self.rho),
             samples=self.samples,
             # how it predicts is no part of the training, which cells that differ in that share
-            identity={"settings": repr(replace(self, draws=0, keep_dropout=True))},
+            identity={"settings": repr({k: v for k, v in asdict(self).items() if k not in ("draws", "keep_dropout")})},
         )
         fitted = fit_stage(stage, 1)
         return posterior_of(
