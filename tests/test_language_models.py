@@ -12,6 +12,8 @@ from bayesformer.core.types import Batch, Draws
 from bayesformer.laplace import estimate
 from bayesformer.likelihoods import Categorical, NextToken
 from bayesformer.likelihoods.language import decoder_inputs, is_causal_language_model, resolve, unwrapped
+from bayesformer.methods import Problem
+from bayesformer.train.prototype import Prototype
 from tests.curvature_zoo import ggn
 
 transformers = pytest.importorskip("transformers")
@@ -413,6 +415,8 @@ def test_ragged_rows_are_padded_with_the_padding_token_of_the_model(form):
     }
     data, inputs = forms[form]
     posterior = bf.fit(model, data, likelihood="categorical", training=bf.Training(epochs=2), progress=False)
+    trained_on = Prototype(Problem(model, Categorical(), data)).data.first(4).inputs["input_ids"]
+    assert int((trained_on == 5).sum()) == 6  # what the three shorter rows lack
     member = posterior.module(0)
     alone = [member(input_ids=torch.tensor([row["input_ids"]])).logits.softmax(-1)[0] for row in rows]
     torch.testing.assert_close(posterior.predict(inputs).probs, torch.stack(alone), atol=1e-6, rtol=1e-5)
