@@ -4,7 +4,8 @@
     python -m benchmarks.copies mle lora         # the same for a method's fit and prediction with two draws
     python -m benchmarks.copies ratio mle lora   # (method - plain) / size of the model, from two processes
 
-The weights are random. With "lora" rank 8 on queries and values is learned, with "all" every weight.
+The weights are random. With "lora" rank 8 on queries and values is learned, with "all" every weight. Runs are short, with
+one chain and two draws: a peak does not grow with steps.
 """
 
 from __future__ import annotations
@@ -19,25 +20,31 @@ from torch import Tensor, nn
 
 import bayesformer as bf
 from bayesformer.bench.peak_memory import peak_of_process
-from bayesformer.methods import METHODS, build_method
+from bayesformer.methods import ADAPTER_METHODS, METHODS, build_method
 from benchmarks.harness import Memory
 
 TEXTS, TOKENS = 8, 16
 MODEL_MIB = 134_515_008 * 4 / 2**20
 FEW = 0.3  # copies beyond a plain step, for a frozen base
 ALL = 4.2  # copies in all where every weight is trained: weights, gradient and two moments, beside the user's model
+SHORT = {"chains": 1, "draws": 2, "thin": 1, "warm_up": 2}
 SETTINGS: dict[str, dict[str, object]] = {
     "ensemble": {"members": 2},
     "laplace": {"predictive": "sampled", "prior_precision": 1.0, "draws": 2},
     "swag": {"draws": 2, "every": 1, "warm_up": 0.25},
     "combined": {"settings": {"draws": 2, "burn_in": 0.0}},
+    "hmc": {**SHORT, "max_leapfrogs": 3},
+    "nuts": {**SHORT, "max_depth": 2},
+    "vi": {"draws": 2, "epochs": 4},
+    "ivon": {"draws": 2, "epochs": 4},
+    "tfb": {"draws": 2, "iterations": 2},
 }
 CHAINS = ("sgld", "psgld", "sghmc", "sgnht", "baoab")
 
 
 def comparisons() -> Iterator[Memory]:
     """Every method on LoRA weights; all weights by maximum likelihood."""
-    for name in METHODS:
+    for name in METHODS | ADAPTER_METHODS:
         title = f"copies of a 135 M Llama, LoRA, {name}, fit + predict, beyond a plain step"
         yield Memory(title, "benchmarks.copies", ("ratio", name, "lora"), FEW, unit="copies")
     title = "copies of a 135 M Llama, all weights, mle, in all"
@@ -89,8 +96,8 @@ def run(name: str, which: str) -> None:
         return
     settings = SETTINGS.get(name, {})
     if name in CHAINS:
-        settings = {"draws": 2, "burn_in": 0.0}
-    elif not settings and "draws" in METHODS[name].__dataclass_fields__:
+        settings = {"draws": 2, "burn_in": 0.0, "epochs": 4}
+    elif not settings and "draws" in (METHODS | ADAPTER_METHODS)[name].__dataclass_fields__:
         settings = {"draws": 2}
     training = bf.Training(epochs=4, batch_size=TEXTS)
     data = {"input_ids": ids, "labels": ids}

@@ -75,3 +75,24 @@ def test_call_reaches_recurrent_and_tied_weights():
     assert call(model, zeros, x).abs().max() == 0
     assert apply(model, x).abs().max() > 0
     assert apply(Net(), torch.randn(2, 3)).shape == (2, 3)
+
+
+def test_an_error_of_the_forward_says_which_inputs_it_was_given() -> None:
+    inputs = {"x": torch.zeros(2, 5), "flag": True}
+
+    class Named(nn.Module):
+        """A layer whose input has a name."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, flag: bool) -> torch.Tensor:
+            """(B, 1)."""
+            return self.layer(x)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        apply(Named(), inputs)
+    assert caught.value.__notes__ == [
+        "The model's forward was called with inputs of the data: (x=(2, 5) float32, flag=bool)."
+    ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SEPARATES = ("kron", "full", "block", "last_layer", "subnetwork")
 """structures whose draws tell a network from a linear model; diagonal ones do not"""
-FEW_AT_ONCE = 16  # examples per pass, below which a model counts as large
+FEW_AT_ONCE, MANY_WEIGHTS = 16, 10_000  # examples per pass below which, weights above which a model counts as large
 FEW_EXAMPLES, SHARE_OF_LARGE = 8, 64  # of a large model's data, on which draws are tried: at least 8, and one in 64
 
 
@@ -124,11 +124,13 @@ def _decrement(law: GaussianLaw, place: slice | Tensor, gradient: Tensor) -> flo
 def _rise(law: GaussianLaw, place: slice | Tensor, mode: Tensor, batch: FullBatch) -> float:
     """ρ, the mean rise of U under the law's own draws over half the number of weights.
 
-    Of a large model U is that of a few examples, scaled up: on all of them this check would cost more than the fit.
+    Of a large model U is that of a few examples, scaled up: on all of them this check would cost more than the fit. The
+    gradient of n of N examples adds an error of √(N / (n P)) / 2 to ρ, which is small for many weights.
     """
     centred, seed = replace(law, mean=torch.zeros_like(law.mean)), fold(0, "regime")
-    large = batch.chunk < FEW_AT_ONCE
+    count = sum(block.size for block in law.blocks)
+    large = batch.chunk < FEW_AT_ONCE or count > MANY_WEIGHTS
     some = max(FEW_EXAMPLES, batch.prototype.problem.num_data // SHARE_OF_LARGE) if large else None
-    base, count = batch.potential(mode, some), sum(block.size for block in law.blocks)
+    base = batch.potential(mode, some)
     rises = [batch.potential(mode + centred.row(draw, seed)[place], some) - base for draw in range(RISE_DRAWS)]
     return 2 * sum(rises) / (RISE_DRAWS * count)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.func import functional_call
 def apply(model: nn.Module, inputs: Any) -> Tensor:
     """The output tensor of a model on one tensor, a tuple of positional or a mapping of keyword arguments."""
     args, kwargs = split_inputs(inputs)
-    return select_output(model(*args, **kwargs))
+    with told_inputs(args, kwargs):
+        output = model(*args, **kwargs)
+    return select_output(output)
 
 
 def call(model: nn.Module, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
@@ -23,7 +26,27 @@ def call(model: nn.Module, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
     on one that several threads share.
     """
     args, kwargs = split_inputs(inputs)
-    return select_output(functional_call(model, dict(params), args, kwargs))
+    with told_inputs(args, kwargs):
+        output = functional_call(model, dict(params), args, kwargs)
+    return select_output(output)
+
+
+@contextmanager
+def told_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """An error of the model's own forward says below its message which inputs it was given, as shapes and types."""
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "__notes__", None):
+            shown = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
+            error.add_note(f"The model's forward was called with inputs of the data: ({', '.join(shown)}).")
+        raise
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return type(value).__name__
 
 
 def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

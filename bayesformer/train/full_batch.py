@@ -52,7 +52,7 @@ class FullBatch:
 
     @property
     def chunk(self) -> int:
-        """Examples per pass: fewer of a large model."""
+        """Examples per pass of a product with H: fewer of a large model."""
         return self.prototype.product_examples
 
     @property
@@ -76,7 +76,7 @@ class FullBatch:
         data, share = self._some(examples)
         total = 0.0
         with torch.no_grad():
-            for batch in data.in_order(self.chunk, self.shell.theta.device):
+            for batch in data.in_order(self.prototype.gradient_examples, self.shell.theta.device):
                 with self._pass():
                     total -= float(self._log_prob(batch).double().sum()) / data.readings
         self.epochs += FORWARD * share * data.readings
@@ -107,7 +107,8 @@ class FullBatch:
         assert shell.grad is not None
         for number in range(self.data.readings):
             shell.grad.zero_()
-            self._add_slopes(self.data.realisation(number).in_order(self.chunk, theta.device), 1)
+            reading = self.data.realisation(number)
+            self._add_slopes(reading.in_order(self.prototype.gradient_examples, theta.device), 1)
             rows.append(shell.grad.clone())
         return torch.stack(rows)
 
@@ -180,7 +181,7 @@ class FullBatch:
         return self.prototype.likelihood.log_prob(outputs, batch.targets, batch.mask)
 
     def _batches(self) -> Iterator[Batch]:
-        return self.data.in_order(self.chunk, self.shell.theta.device)
+        return self.data.in_order(self.prototype.gradient_examples, self.shell.theta.device)
 
     @contextmanager
     def _pass(self) -> Iterator[None]:

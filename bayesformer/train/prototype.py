@@ -34,6 +34,7 @@ from bayesformer.train.problem import Models, Problem
 
 PRODUCT_EXAMPLES = 256  # per pass of a product with the curvature, at most
 PRODUCT_NUMBERS = 2**23  # of all tensors of such a forward pass, 32 MiB in float32
+GRADIENT_NUMBERS = 2**26  # the same of a gradient of all data, which keeps no more than they are
 TRIAL_EXAMPLES = 2  # examples that a model is tried on
 SOME_INPUTS = 32  # kept with a Gaussian posterior, for its calibration
 log = logging.getLogger("bayesformer")
@@ -98,7 +99,15 @@ class Prototype:
     @property
     def product_examples(self) -> int:
         """Examples per pass of a product with the curvature, which keeps a few times the tensors of a forward pass."""
-        return max(1, min(PRODUCT_EXAMPLES, PRODUCT_NUMBERS // max(1, self.example_numbers)))
+        return self._examples_for(PRODUCT_NUMBERS)
+
+    @property
+    def gradient_examples(self) -> int:
+        """Examples per pass of a gradient of all data."""
+        return self._examples_for(GRADIENT_NUMBERS)
+
+    def _examples_for(self, numbers: int) -> int:
+        return max(1, min(PRODUCT_EXAMPLES, numbers // max(1, self.example_numbers)))
 
     @cached_property
     def some_inputs(self) -> Inputs:
