@@ -4,8 +4,8 @@
     python -m benchmarks.copies mle lora         # the same for a method's fit and prediction with two draws
     python -m benchmarks.copies ratio mle lora   # (method - plain) / size of the model, from two processes
 
-The weights are random. With "lora" rank 8 on queries and values is learned, with "all" every weight. Runs are short, with
-one chain and two draws: a peak does not grow with steps.
+The weights are random. With "lora" rank 8 on queries and values is learned, with "all" every weight. Runs are short
+(one chain, two draws): a peak does not grow with steps.
 """
 
 from __future__ import annotations
