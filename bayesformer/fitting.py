@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bayesformer.core.doubts import warn_of
+from bayesformer.core.precision import without_autocast
 from bayesformer.core.progress import bars
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import ModelFactory
@@ -20,6 +21,7 @@ from bayesformer.posterior import Posterior
 from bayesformer.train.training import Training
 
 
+@without_autocast
 def fit(
     model: nn.Module | ModelFactory,
     data: Any,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bayesformer.attention import AttentionMap, MapRecorder, families
 from bayesformer.core.doubts import Doubt, doubts_in, warn_of
 from bayesformer.core.pool import Pool
+from bayesformer.core.precision import without_autocast
 from bayesformer.core.seeds import generator
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params
@@ -183,6 +184,7 @@ class Posterior:
 
     # The calibration of streamlined prediction.
 
+    @without_autocast
     def calibrated(self, data: Any = None) -> Posterior:
         """The same posterior with the calibration of streamlined prediction, made on up to 32 of these inputs.
 
@@ -217,7 +219,7 @@ class Posterior:
             return self._calibrate(data.first(INPUTS))
         if found is None:
             found = self._known["calibration"] = self._calibrate(self.examples)
-            warn_of(found.doubts, stacklevel=5)
+            warn_of(found.doubts)
         return found
 
     @staticmethod
@@ -248,6 +250,7 @@ class Posterior:
         found = self._calibrated
         return (*doubts_in(self.facts), *(() if found is None else found.doubts))
 
+    @without_autocast
     def check(self, data: Any) -> tuple[Doubt, ...]:
         """The thorough checks, which a fit has no time for: doubts found on the data that it was fitted to.
 
@@ -257,6 +260,7 @@ class Posterior:
         """
         return self_check(self, batches_for(self.model, as_batches(data, "data")))
 
+    @without_autocast
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
         count = (self.law.available or self.default_draws) if draws is None else draws
@@ -268,6 +272,7 @@ class Posterior:
         self._check_base()
         return self.skeleton.plain(self.law.row(draw, seed), buffers_of(self.law, draw)).eval()
 
+    @without_autocast
     def attention_maps(self, inputs: Inputs, draws: int | None = None, seed: int = 0) -> list[AttentionMap]:
         """Mean and spread of every attention map over the draws that `predict` makes, layer by layer."""
         count = self.draws if draws is None else draws
@@ -281,6 +286,7 @@ class Posterior:
                     sampler.one(draw, batch)
                 return recorder.maps()
 
+    @without_autocast
     def outputs(
         self,
         inputs: Any,
@@ -310,6 +316,7 @@ class Posterior:
         found = self._sampled(data, draws, seed, batch_size, strategy, lambda outputs: {"values": outputs})
         return Draws(found["values"])
 
+    @without_autocast
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
         _check_gaussian(self, "linearised")
@@ -317,6 +324,7 @@ class Posterior:
         with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
             return one.joint(next(data.in_order(2**62, self.device)))
 
+    @without_autocast
     def layer_shares(self, inputs: Any) -> dict[str, float]:
         """Share of the outputs' variance due to each random parameter of a Gaussian posterior, largest first.
 
@@ -327,6 +335,7 @@ class Posterior:
         with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
             return layer_shares(one, next(data.in_order(2**62, self.device)))
 
+    @without_autocast
     def input_sensitivity(
         self, inputs: Tensor, output: Tensor | int | None = None, draws: int | None = None, seed: int = 0
     ) -> Tensor:
@@ -350,6 +359,7 @@ class Posterior:
                 found += squared_slopes(shell, x, output) / count
         return found
 
+    @without_autocast
     def predict(
         self,
         inputs: Any,
@@ -384,6 +394,7 @@ class Posterior:
         tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, latest))
         return self._tempered(replace(latest[0], **tensors))
 
+    @without_autocast
     def predict_batches(
         self,
         inputs: Any,
@@ -508,6 +519,7 @@ class Posterior:
         assert isinstance(predictive, Temperable)  # `calibrate` has refused others
         return predictive.tempered(self.tempering)
 
+    @without_autocast
     def calibrate(self, validation: Any) -> Posterior:
         """The same posterior whose predictive has the temperature that validation data give the highest likelihood.
 
@@ -518,6 +530,7 @@ class Posterior:
         found, gained = best_temperature(plain, validation)
         return replace(plain, tempering=found, facts={**self.facts, "calibrated": {"temperature": found, **gained}})
 
+    @without_autocast
     def conformal(self, calibration_data: Any, level: float = 0.9, seed: int = 0) -> Conformal:
         """Sets, intervals and refusals that are right with probability `level`, whatever this posterior is worth.
 
@@ -528,6 +541,7 @@ class Posterior:
         """
         return conformal(self, calibration_data, level, seed)
 
+    @without_autocast
     def gated(self, train: Any, validation: Any) -> GatedPosterior:
         """A predictive that falls back to equal probabilities where an input's features are unlike the training data's.
 
@@ -540,6 +554,7 @@ class Posterior:
         """
         return gated(self, train, validation)
 
+    @without_autocast
     def generate(
         self,
         inputs: Any,
@@ -603,6 +618,7 @@ class Posterior:
         self._check_draws(draws, available)
         return draws
 
+    @without_autocast
     def sample_answers(
         self, inputs: Any, answers: int = 5, *, draws: int | None = None, **options: Any
     ) -> SampledAnswers:
@@ -744,7 +760,7 @@ class Posterior:
         with self._lent(self._streamliners, noisy) as streamliner:
             ratio = variance_ratio(streamliner, inputs_to(data.first(EXAMPLES), self.device), outputs)
         self._known["one_pass"] = doubt = one_pass_doubt(ratio)
-        warn_of([] if doubt is None else [doubt], stacklevel=5)
+        warn_of([] if doubt is None else [doubt])
 
     @staticmethod
     def _check_draws(count: int, available: int | None) -> None:

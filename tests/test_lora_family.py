@@ -141,3 +141,15 @@ def test_a_gaussian_over_adapters_draws_what_its_members_would_be():
     torch.testing.assert_close(
         gaussian.predict(batch(), draws=4, seed=3).probs, same.predict(batch()).probs, atol=1e-5, rtol=1e-4
     )
+
+
+def test_tfb_tries_its_noise_where_more_draws_come_in_smaller_parts(monkeypatch):
+    """A language model's vocabulary under ten draws is read by parts of the anchors; under one draw at once."""
+    from bayesformer import posterior as door
+
+    settings = {"largest": 0.5, "iterations": 2, "samples": 4, "anchors": 10}
+    whole = bf.tfb(bert(), reviews(), likelihood="categorical", **settings)
+    monkeypatch.setattr(door, "ROUND_NUMBERS", 2 * 10)  # all anchors under one draw
+    apart = bf.tfb(bert(), reviews(), likelihood="categorical", **settings)
+    assert apart.facts["sigma"] == whole.facts["sigma"]
+    assert apart.facts["rise"] == pytest.approx(whole.facts["rise"], rel=1e-4)

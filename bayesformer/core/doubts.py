@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +38,15 @@ def doubts_in(facts: Mapping[str, Any]) -> tuple[Doubt, ...]:
     return tuple(Doubt(**entry) for entry in facts.get("doubts", ()))
 
 
-def warn_of(doubts: Sequence[Doubt], stacklevel: int = 3) -> None:
-    """One Python warning per doubt, as coming from the caller of the function that calls this one."""
+def warn_of(doubts: Sequence[Doubt]) -> None:
+    """One Python warning per doubt, as coming from the line outside this library that called it."""
     for doubt in doubts:
-        warnings.warn(doubt.sentence, FidelityWarning, stacklevel=stacklevel)
+        warnings.warn(doubt.sentence, FidelityWarning, stacklevel=_levels_inside() + 1)
+
+
+def _levels_inside() -> int:
+    """Calls on the stack above `warn_of`, itself included, that are this library's own."""
+    frame, levels, own = inspect.currentframe(), 0, __name__.partition(".")[0]
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == own:
+        frame, levels = frame.f_back, levels + 1
+    return levels - 1

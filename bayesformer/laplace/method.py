@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.doubts import recorded, warn_of, with_doubts
 from bayesformer.core.memory import total_memory
+from bayesformer.core.precision import without_autocast
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.seeds import generator
@@ -286,6 +287,7 @@ def _index(found: Curvature) -> Tensor | None:
     return place if len(found.places) == 1 and isinstance(place, Tensor) else None
 
 
+@without_autocast
 def laplace(
     model: nn.Module,
     data: Any,

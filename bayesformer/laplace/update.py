@@ -6,6 +6,7 @@ import time
 from dataclasses import fields
 from typing import Any
 
+from bayesformer.core.precision import without_autocast
 from bayesformer.data import as_batches
 from bayesformer.laplace.earlier import newton_mode, posterior_after, trained_mode
 from bayesformer.laplace.method import Laplace
@@ -16,6 +17,7 @@ from bayesformer.train.prototype import Prototype
 from bayesformer.train.training import Training
 
 
+@without_autocast
 def laplace_update(
     posterior: Posterior,
     data: Any,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.doubts import warn_of
+from bayesformer.core.precision import without_autocast
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.types import LogJoint, Transform
@@ -212,6 +213,7 @@ class Tfb:
         return posterior(low, {"sigma": low, "rise": rise(low), "own_loss": base})
 
 
+@without_autocast
 def tfb(
     model: nn.Module,
     data: Any,
@@ -290,19 +292,23 @@ def _rotated(prototype: Prototype, theta: Tensor) -> tuple[Tensor, Tensor]:
     return mean, inverse
 
 
-def _own_answers(plain: Posterior, inputs: Any) -> tuple[list[Tensor], float]:
+def _own_answers(plain: Posterior, inputs: Any) -> tuple[Tensor, float]:
     """The network's own answers on the anchors, and the mean of their negative log-likelihood without noise."""
     answers, losses = [], []
     for part in plain.predict_batches(inputs, draws=1, full=True):
         own = part.labels if isinstance(part, CategoricalPredictive) else part.mean  # type: ignore[attr-defined]
         answers.append(own)
         losses.append(-_log_prob(part, own))
-    return answers, float(torch.cat([x.flatten() for x in losses]).double().mean())
+    return torch.cat(answers), float(torch.cat([x.flatten() for x in losses]).double().mean())
 
 
-def _loss(posterior: Posterior, inputs: Any, answers: list[Tensor], samples: int) -> float:
-    parts = posterior.predict_batches(inputs, draws=samples, full=True)
-    losses = [-_log_prob(part, own).flatten().double() for part, own in zip(parts, answers, strict=True)]
+def _loss(posterior: Posterior, inputs: Any, answers: Tensor, samples: int) -> float:
+    """The mean negative log-likelihood of the answers; more draws come in smaller parts of the anchors."""
+    losses, seen = [], 0
+    for part in posterior.predict_batches(inputs, draws=samples, full=True):
+        own = answers[seen : seen + part.shape[0]]
+        losses.append(-_log_prob(part, own).flatten().double())
+        seen += part.shape[0]
     return float(torch.cat(losses).mean())
 
 
