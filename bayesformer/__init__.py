@@ -22,6 +22,7 @@ from bayesformer.likelihoods import Bernoulli, Categorical, Gaussian, NextToken,
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, PoissonPredictive
 from bayesformer.likelihoods.token_predictive import TokenPredictive
 from bayesformer.methods import (
+    METHODS,
     Attention,
     Baoab,
     Blob,
@@ -55,6 +56,7 @@ from bayesformer.train.training import Training
 from bayesformer.version import __version__
 
 __all__ = [
+    "METHODS",
     "Attention",
     "Baoab",
     "Batch",

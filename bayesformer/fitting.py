@@ -66,7 +66,8 @@ def fit(
         workers: worker processes to use; none by default. Each has one torch thread: their results equal those of the
             loop bit for bit if the loop, too, runs on one thread (`torch.set_num_threads(1)`).
         checkpoint: a folder for checkpoints; an interrupted fit called again resumes from it, with the start it had
-            then. One folder for one fit: another model, other data or settings are refused.
+            then, and says so if the weights given now are others. One folder for one fit: another network, other data
+            or other settings of the same method are refused.
         progress: show progress bars; by default on a terminal.
     """
     if isinstance(method, type):

@@ -270,6 +270,10 @@ class Posterior:
     def module(self, draw: int = 0, seed: int = 0) -> nn.Module:
         """A plain copy of the model with the weights and buffers of one draw, in evaluation mode."""
         self._check_base()
+        last = None if self.law.available is None else self.law.available - 1
+        if isinstance(draw, bool) or not isinstance(draw, int) or draw < 0 or (last is not None and draw > last):
+            limit = "at least 0" if last is None else f"between 0 and {last}, the last of its draws"
+            raise ValueError(f"draw must be a whole number, {limit}; got {draw!r}.")
         return self.skeleton.plain(self.law.row(draw, seed), buffers_of(self.law, draw)).eval()
 
     @without_autocast
@@ -441,6 +445,7 @@ class Posterior:
         """The predictive of outputs that are Gaussian."""
         chosen = self.link if link is None else link
         count = self.default_draws if draws is None else draws
+        self._check_draws(count, None)
         if self._reduces(full, top):
             return self._reduced_gaussian(way, inputs, count, chosen, seed, batch_size, settings, top)
         found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)

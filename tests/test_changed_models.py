@@ -112,3 +112,36 @@ def test_checkpointed_segments_with_dropout_in_fused_attention_train():
     assert torch.equal(one, two)
     with pytest.raises(ValueError, match="Switch gradient checkpointing off"):
         bf.fit(model, data, likelihood="categorical", method=bf.MCDropout(0.2), training=SHORT)
+
+
+def _small(activation, heads=2):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, heads, 8, batch_first=True)
+    return nn.Sequential(nn.Linear(3, 4), activation, nn.Unflatten(1, (1, 4)), layer, nn.Flatten(), nn.Linear(4, 2))
+
+
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+def test_a_network_of_other_layers_with_the_same_weights_is_refused(tmp_path):
+    x, y = torch.randn(20, 3), torch.randint(2, (20,))
+    fit = bf.fit(_small(nn.Tanh()), (x, y), likelihood="categorical", method=bf.Ensemble(2), training=SHORT)
+    fit.save(tmp_path / "p")
+    same = bf.Posterior.load(tmp_path / "p", _small(nn.Tanh()))
+    assert torch.equal(same.predict(x).probs, fit.predict(x).probs)
+    with pytest.raises(bf.DamagedFileError, match="modules.1.class is 'Tanh' in the file and 'ReLU' in the model"):
+        bf.Posterior.load(tmp_path / "p", _small(nn.ReLU()))
+    with pytest.raises(bf.DamagedFileError, match="num_heads is 2 in the file and 1 in the model"):
+        bf.Posterior.load(tmp_path / "p", _small(nn.Tanh(), 1))
+
+
+def test_a_checkpoint_that_began_from_other_weights_says_so(tmp_path, caplog):
+    x, y = torch.randn(20, 3), torch.randint(2, (20,))
+
+    def fit(seed):
+        torch.manual_seed(seed)
+        return bf.fit(nn.Linear(3, 2), (x, y), likelihood="categorical", training=SHORT, checkpoint=tmp_path)
+
+    first = fit(1)
+    assert torch.equal(fit(1).theta, first.theta)
+    assert not caplog.records
+    assert torch.equal(fit(2).theta, first.theta)
+    assert "began from other weights than those given now" in caplog.text

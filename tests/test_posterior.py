@@ -601,3 +601,18 @@ def test_wrapped_models_of_the_first_format_are_refused_with_the_version(tmp_pat
 def test_numpy_integers_and_readers_are_inputs_too(posterior):
     assert as_inputs(np.zeros((4, 3), dtype=np.float32)).num_data == 4
     assert posterior.predict(np.zeros((4, 3), dtype=np.float32)).log_probs.shape == (3, 4, 2)
+
+
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+def test_numbers_of_draws_are_whole_and_there():
+    x = torch.randn(12, 2)
+    held = bf.fit(nn.Linear(2, 1), (x, x[:, :1]), likelihood=bf.Gaussian(1.0), method=bf.Ensemble(2))
+    gaussian = bf.laplace(nn.Linear(2, 1).eval(), (x, x[:, :1]), likelihood=bf.Gaussian(1.0))
+    for posterior in (held, gaussian):
+        with pytest.raises(ValueError, match=r"draws must be a whole number; got 2\.5"):
+            posterior.predict(x, draws=2.5)
+    with pytest.raises(ValueError, match="draw must be a whole number, between 0 and 1, the last of its draws; got 2"):
+        held.module(2)
+    assert isinstance(gaussian.module(99), nn.Linear)
+    joint = bf.log_joint(nn.Linear(2, 1), bf.Gaussian(1.0), None, 12)
+    assert torch.equal(joint({}, (x, x[:, :1]))[0], joint({}, bf.Batch(x, x[:, :1]))[0])

@@ -15,6 +15,7 @@ from bayesformer.posterior import Posterior
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
+from bayesformer.train.mode_doubts import with_training
 from bayesformer.train.objective import Constant
 from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype
@@ -165,5 +166,5 @@ def _train(name: str, method: MeanField | ConcreteDropout, problem: Problem) -> 
 
 def _random_network(name: str, method: MeanField | ConcreteDropout, prototype: Prototype, fitted: Fitted) -> Posterior:
     """The posterior whose draws are noisy passes of the trained network."""
-    facts = facts_of(name, method, prototype, fitted)
+    facts = with_training(facts_of(name, method, prototype, fitted))
     return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, noisy_draws=method.draws)

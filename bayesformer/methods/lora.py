@@ -26,6 +26,7 @@ from bayesformer.model.modes import check_eval
 from bayesformer.model.space import Choice, Space
 from bayesformer.posterior import Posterior
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
+from bayesformer.train.mode_doubts import with_training
 from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.recipe import find_modes, posterior_of, refuse_earlier
@@ -83,7 +84,7 @@ class Blob:
         prototype = Prototype(problem, self.preparation)
         fitted = fit_stage(self.stage(prototype), 1)
         law = _law(prototype, fitted, prototype.space.select(A_WEIGHTS))
-        facts = facts_of("blob", self, prototype, fitted)
+        facts = with_training(facts_of("blob", self, prototype, fitted))
         return Posterior(
             model=prototype.model,
             likelihood=prototype.likelihood,
@@ -178,7 +179,7 @@ class Tfb:
         adapters_in(prototype)
         modes = find_modes(prototype, "tfb", None, 1.0)
         assert modes.stage is not None
-        return self.around(prototype, modes.start(0), facts_of("tfb", self, prototype, modes.stage))
+        return self.around(prototype, modes.start(0), with_training(facts_of("tfb", self, prototype, modes.stage)))
 
     def around(self, prototype: Prototype, mode: Start, facts: dict[str, Any]) -> Posterior:
         """The posterior around trained adapters.

@@ -14,7 +14,7 @@ from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.adapter_penalty import AdapterPenalty, adapter_factors
 from bayesformer.train.coordinates import polished
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
-from bayesformer.train.mode_doubts import of_mode, of_training
+from bayesformer.train.mode_doubts import of_mode, with_training
 from bayesformer.train.objective import Term
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
@@ -116,9 +116,7 @@ def fit_points(
 ) -> Posterior:
     """Train `members` networks and hold them, with their buffers, as a posterior."""
     fitted = fit_members(name, prototype, members, prior, terms)
-    facts = facts_of(name, method, prototype, fitted)
-    if doubts := of_training(facts["converged"]):  # none is no finding: nothing else of these was checked
-        facts |= recorded(doubts)
+    facts = with_training(facts_of(name, method, prototype, fitted))
     return posterior_of(prototype, Samples(fitted.theta, fitted.buffers), facts, bayesian=False, **how)
 
 

@@ -16,6 +16,7 @@ from bayesformer.layers.preparation import STEPS, Preparation
 from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting, prior_of
 from bayesformer.train.members import Stage, facts_of, fit_stage
+from bayesformer.train.mode_doubts import with_training
 from bayesformer.train.problem import Problem
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import posterior_of, refuse_earlier, vector_prior
@@ -111,7 +112,7 @@ class Attention:
         return posterior_of(
             prototype,
             Samples(fitted.theta, fitted.buffers),
-            facts_of("attention", self, prototype, fitted),
+            with_training(facts_of("attention", self, prototype, fitted)),
             noisy_draws=self.draws,
             dropout_rate=None if self.keep_dropout else 0.0,
         )

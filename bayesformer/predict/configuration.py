@@ -1,7 +1,7 @@
-"""What the configuration of a model of transformers or PEFT says of its function, beside its weights.
+"""What settings say of a model's function, beside its weights: of transformers, of PEFT, and of the modules of torch.
 
-Equal weights compute another function under another number of heads, another epsilon or another scale of an adapter.
-A saved posterior holds the configuration, and a model with another is refused. Plain modules have none.
+Equal weights compute another function under another number of heads, another activation or another scale of an adapter.
+A saved posterior holds the settings, and a model with others is refused. Modules of one's own have none that are known.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ OF_NO_ADAPTER = {  # those of an adapter; where it sits is told by the names of 
 }
 DROPOUT = "drop"  # part of the names of dropout rates, which count where draws are of dropout
 TOKEN = "_token_id"
+OF_A_MODULE = ("num_heads", "activation")  # settings of torch's modules beside those that they list themselves
+OF_NO_OUTPUT = {"inplace"}
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def configuration_of(model: nn.Module, dropout: bool) -> dict[str, Any]:
-    """The settings that belong to the function of a model, as JSON; empty for plain modules.
+    """The settings that belong to the function of a model, as JSON, under "models", "adapters" and "modules".
 
     Args:
         model: with its adapters.
@@ -50,7 +53,26 @@ def configuration_of(model: nn.Module, dropout: bool) -> dict[str, Any]:
     known = getattr(model, "peft_config", None) or {}
     left_out = OF_NO_ADAPTER | (set() if dropout else {DROPOUT})
     adapters = {name: _kept(known[name].to_dict(), left_out) for name in active_adapters(model) if name in known}
-    return {part: found for part, found in (("models", models), ("adapters", adapters)) if found}
+    modules = {name: found for name, module in model.named_modules() if (found := _of_torch(module, dropout))}
+    parts = (("models", models), ("adapters", adapters), ("modules", modules))
+    return {part: found for part, found in parts if found}
+
+
+def _of_torch(module: nn.Module, dropout: bool) -> dict[str, Any]:
+    """The class of a module of torch and its settings; nothing of other modules, nor of dropout that does not count."""
+    kind = type(module)
+    if not kind.__module__.startswith("torch.nn.modules") or isinstance(module, CONTAINERS):
+        return {}
+    if DROPOUT in kind.__name__.lower() and not dropout:
+        return {}
+    names = {*getattr(module, "__constants__", ()), *OF_A_MODULE} - OF_NO_OUTPUT
+    settings = {n: _told(getattr(module, n)) for n in names if hasattr(module, n) and (dropout or DROPOUT not in n)}
+    return {"class": kind.__name__, **dict(sorted(settings.items()))}
+
+
+def _told(value: Any) -> Any:
+    """A setting as JSON: a function, such as an activation, by its name."""
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else _listed(value)
 
 
 def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any], path: str = "") -> str | None:

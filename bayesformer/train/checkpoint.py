@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,6 +23,8 @@ from bayesformer.version import __version__
 if TYPE_CHECKING:
     from bayesformer.train.loop import Job, TrainingRun
 
+log = logging.getLogger("bayesformer")
+
 
 class Saver:
     """Writes the state of a run to a file from time to time, and reads it back."""
@@ -29,6 +32,7 @@ class Saver:
     def __init__(self, job: Job, run: TrainingRun, path: Path | None, every_seconds: float) -> None:
         self.job, self.run, self.path, self.every_seconds = job, run, path, every_seconds
         self.identity = "" if path is None else job_identity(job)
+        self.start = "" if path is None else checksum({"theta": run.theta})
         self.saved = time.monotonic()
 
     def save(self, force: bool = False) -> None:
@@ -37,13 +41,17 @@ class Saver:
             return
         if self.run.step and self.job.data.resumable != "exact":
             return
-        _write(self.run, self.job, self.path, self.identity)
+        _write(self.run, self.job, self.path, {"identity": self.identity, "start": self.start})
         self.saved = time.monotonic()
 
     def resume(self) -> None:
-        """Continue where the file stands, if there is one."""
-        if self.path is not None and self.path.exists():
-            _read(self.run, self.job, self.path, self.identity)
+        """Continue where the file stands, if there is one; a run that began from other weights says so."""
+        if self.path is None or not self.path.exists():
+            return
+        started = _read(self.run, self.job, self.path, self.identity)
+        if started not in (None, self.start):
+            log.warning("%s began from other weights than those given now, and goes on from its own.", self.path)
+            self.start = started
 
 
 def resume_strategy(folder: Path | None, label: str, wanted: Strategy) -> tuple[Strategy, str | None]:
@@ -113,7 +121,7 @@ def _frozen(job: Job) -> Params:
     return {name: weight.detach() for name, weight in own.items() if id(weight) not in inferred}
 
 
-def _write(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
+def _write(run: TrainingRun, job: Job, path: Path, own: Mapping[str, str]) -> None:
     tensors = {f"state.{k}": v for k, v in pack_state(run.state).items()}
     tensors |= {"best.score": run.best_score, "best.epoch": run.best_epoch, "stopped": run.stopped, "stale": run.stale}
     if run.best_theta is not None:
@@ -128,12 +136,13 @@ def _write(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     tensors |= {f"noise.{i}": generator.get_state() for i, generator in enumerate(run.generators)}
     # safetensors refuses tensors that share memory, as buffers of tied modules may
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    facts = {"identity": identity, "history": run.history, "latest": run.latest, "seconds": run.elapsed}
+    facts = {**own, "history": run.history, "latest": run.latest, "seconds": run.elapsed}
     facts |= {"epoch": run.epoch, "step": run.step, "total": run.total}
     write_tensors(path, tensors, facts)
 
 
-def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
+def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> str | None:
+    """Put the run where the file stands; returns the checksum of the weights that it began from, if it is known."""
     try:
         tensors, facts = read_checked(path, "checkpoint")
     except DamagedFileError as error:
@@ -159,6 +168,8 @@ def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> None:
     run.draw_buffers = [{k: v[i] for k, v in kept.items()} for i in range(len(run.draws))]
     for i, generator in enumerate(run.generators):
         generator.set_state(tensors[f"noise.{i}"])
+    started: str | None = facts.get("start")
+    return started
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Params:

@@ -41,6 +41,7 @@ def log_joint(model: nn.Module, likelihood: Likelihood | str, prior: PriorLike |
     known = {name for name, _ in passed.module.named_parameters(remove_duplicate=False)}
 
     def value(params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        batch = Batch(*batch)  # a plain pair (inputs, targets) will do
         unknown = next((name for name in params if name not in known), None)
         if unknown is not None:
             raise ValueError(f"params must be weights of the model by name; it has no {unknown!r}.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from bayesformer.core.doubts import Doubt
+from bayesformer.core.doubts import Doubt, recorded
 
 FAR = 0.3  # posterior standard deviations from the mode
 
@@ -39,3 +40,9 @@ def of_training(converged: Sequence[bool | None]) -> list[Doubt]:
             0,
         )
     ]
+
+
+def with_training(facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a fit whose training is all that was checked, with the doubt that this leaves, if any."""
+    doubts = of_training(facts["converged"])
+    return facts | recorded(doubts) if doubts else facts  # none is no finding
