@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.core.doubts import warn_of
-from bayesformer.core.precision import without_autocast
 from bayesformer.core.progress import bars
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import ModelFactory

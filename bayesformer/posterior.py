@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import AttentionMap, MapRecorder, families
+from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.core.doubts import Doubt, doubts_in, warn_of
 from bayesformer.core.pool import Pool
-from bayesformer.core.precision import without_autocast
 from bayesformer.core.seeds import generator
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bayesformer as bf
-from bayesformer.core.precision import without_autocast
+from bayesformer.core.ambient_autocast import without_autocast
 
 TRAINING = bf.Training(epochs=3, batch_size=20)
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
+from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.core.doubts import recorded, warn_of, with_doubts
 from bayesformer.core.memory import total_memory
-from bayesformer.core.precision import without_autocast
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.seeds import generator

@@ -6,7 +6,7 @@ import time
 from dataclasses import fields
 from typing import Any
 
-from bayesformer.core.precision import without_autocast
+from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.data import as_batches
 from bayesformer.laplace.earlier import newton_mode, posterior_after, trained_mode
 from bayesformer.laplace.method import Laplace

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.core.doubts import warn_of
-from bayesformer.core.precision import without_autocast
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
 from bayesformer.core.types import LogJoint, Transform
