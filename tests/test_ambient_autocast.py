@@ -82,3 +82,19 @@ def test_between_the_steps_of_a_generator_the_caller_has_his_autocast():
         for inside in steps():
             assert not inside
             assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+@pytest.mark.parametrize("method", [bf.Hmc(chains=1, draws=2, warm_up=5, max_leapfrogs=5), bf.Vi(epochs=2), bf.Map()])
+def test_a_default_precision_of_torch_changes_nothing(method):
+    model = Watching()
+
+    def fit():
+        return bf.fit(model, (X, Y), likelihood="categorical", method=method, training=TRAINING).theta
+
+    plain = fit()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(fit(), plain)
+    finally:
+        torch.set_default_dtype(torch.float32)

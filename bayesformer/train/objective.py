@@ -198,7 +198,7 @@ class Objective:
     def _accumulate(self, batch: Batch, share: float, kappa: Tensor | float) -> tuple[Tensor, Tensor]:
         """share · (the value without the prior), averaged over samples; its gradient is added to the shell's."""
         note(self.samples * len(batch.targets))
-        scale, total = share / self.samples, torch.zeros((), device=batch.targets.device)
+        scale, total = share / self.samples, torch.zeros((), dtype=torch.float32, device=batch.targets.device)
         for _ in range(self.samples):
             value, outputs, named = self.evaluate(self.shell.module, batch, kappa)
             (value * scale).backward()

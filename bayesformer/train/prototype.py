@@ -116,7 +116,8 @@ class Prototype:
         if whole is None:
             return self.data.first(SOME_INPUTS).inputs
         count = len(first_tensor(whole.inputs))
-        index = torch.linspace(0, count - 1, min(SOME_INPUTS, count), device="cpu").round().to(torch.int64)
+        places = torch.linspace(0, count - 1, min(SOME_INPUTS, count), dtype=torch.float32, device="cpu")
+        index = places.round().to(torch.int64)
         return map_inputs(whole.inputs, lambda x: x[index.to(x.device)])
 
     @cached_property
