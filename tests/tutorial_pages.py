@@ -3,7 +3,7 @@
     python -m tests.tutorial_pages docs/tutorials/NAME.py ...
 
 A script is in the percent format, which editors and jupytext read too: `# %% [markdown]` begins text, `# %%` begins
-code, and what stands before the first mark is for the script alone. It runs in an empty folder. NAME.ipynb has the
+code, and what stands before the first mark is for the script alone. It runs in a folder of its own. NAME.ipynb has the
 outputs, NAME.md and its pictures NAME-1.png, NAME-2.png, ... are made of it.
 """
 
@@ -44,7 +44,20 @@ def execute(book, folder, environment=None):
     book.metadata.pop("language_info", None)
     for cell in book.cells:
         cell.metadata.clear()
+        if cell.cell_type == "code":
+            cell.outputs = tidied(cell.outputs)
     return book
+
+
+def tidied(outputs):
+    """Outputs without those on standard error (progress bars), and what is printed as one, however it came."""
+    kept = []
+    for output in outputs:
+        if output.output_type == "stream" and kept and kept[-1].output_type == "stream" and output.name == "stdout":
+            kept[-1].text += output.text
+        elif output.get("name") != "stderr":
+            kept.append(output)
+    return kept
 
 
 def search_path():
@@ -82,11 +95,24 @@ def text_of(book):
     return nbformat.writes(book, version=4).rstrip("\n") + "\n"
 
 
-def build(script):
-    """Run a script as a notebook and write this, the page and its pictures beside it."""
+def with_outputs(book, earlier):
+    """A notebook with the outputs of an earlier one, whose code must be the same; text may differ."""
+    ours, theirs = ([cell for cell in b.cells if cell.cell_type == "code"] for b in (book, earlier))
+    if [cell.source for cell in ours] != [cell.source for cell in theirs]:
+        raise ValueError("code has changed since the notebook was made: run it again, without --text.")
+    for cell, before in zip(ours, theirs, strict=True):
+        cell.outputs, cell.execution_count = tidied(before.outputs), before.execution_count
+    return book
+
+
+def build(script, text=False, place=None):
+    """Run a script as a notebook in a place and write this, the page and its pictures; `text` keeps the outputs."""
     book = notebook(script.read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        execute(book, folder)
+    if text:
+        with_outputs(book, nbformat.read(script.with_suffix(".ipynb"), as_version=4))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            execute(book, place or folder)
     script.with_suffix(".ipynb").write_text(text_of(book))
     page, pictures = markdown(book, script.stem)
     script.with_suffix(".md").write_text(page)
@@ -100,8 +126,13 @@ def main():
     """The command: builds the scripts that are named, by default all."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("scripts", type=Path, nargs="*", help="docs/tutorials/NAME.py")
-    for script in parser.parse_args().scripts or sorted(FOLDER.glob("*.py")):
-        build(script)
+    parser.add_argument("--text", action="store_true", help="only text has changed: outputs stay as they are")
+    parser.add_argument(
+        "--place", type=Path, help="folder to run in, which keeps what they write (one that is removed)"
+    )
+    given = parser.parse_args()
+    for script in given.scripts or sorted(FOLDER.glob("*.py")):
+        build(script, given.text, given.place)
         print(f"wrote {script.with_suffix('.ipynb')} and {script.with_suffix('.md')}", flush=True)
 
 
