@@ -130,9 +130,8 @@ for kind in ("epistemic", "aleatoric"):
 
 # %% [markdown]
 # Praise that is faint, comparisons without a word of blame, sentences that turn around in the middle: the draws
-# contradict each other there. Nearly all uncertainty is epistemic, since a network that has learned 320 reviews by
-# heart is sure of itself in every draw. How much is which depends on the width of the prior; read the split with
-# care, the sum is safer.
+# contradict each other there. Nearly all uncertainty is epistemic, since a network that is this sure of itself is so
+# in every draw. How much is which depends on the width of the prior; read the split with care, the sum is safer.
 #
 # ## Is it unsure where it should be?
 #

@@ -105,9 +105,9 @@ for name, prediction in predictions.items():
 # %% [markdown]
 # *Accuracy* is the share of right answers; the *log-likelihood* is the mean log-probability of the true label, 0 at
 # best and -0.693 for a coin; *ECE* is how far stated probabilities are from the share of right answers, 0 at best.
-# All three give the same answers. The network has learned its 320 reviews by heart and is too sure of itself, so much
-# so that by log-likelihood a coin would do better. SWAG mends a good part of that, Laplace less: without validation
-# data it chose its prior by the evidence, which trusts a network that fits its data so well. ([The first
+# All three are right equally often. The network is too sure of itself, so much so that by log-likelihood a coin would
+# do better. SWAG mends a good part of that. Laplace mends less, and stays below the coin: without validation data it
+# chose its prior by the evidence, which is no good judge of a network that fits its few data too well. ([The first
 # tutorial](bayesian_classifier.md) gives it validation data.) All are one run of 200 test reviews.
 #
 # ## Saved next to PEFT's files
@@ -145,8 +145,8 @@ print(f"largest difference {(votes.mean(0) - ours).abs().max():.1e}")
 
 # %% [markdown]
 # The difference is rounding. In the picture a dot is the answer of one adapter, the bar their average, and + or - the
-# true label. Seven reviews are settled. On "a sometimes tedious film" the adapters are sure, each of the opposite of
-# another: one network alone would have given one of these dots as its answer.
+# true label. Seven reviews are settled. On "a sometimes tedious film" most adapters are sure, some of one label and
+# some of the other: one network alone would have given one of these dots as its answer.
 
 # %%
 figure, axis = plt.subplots(figsize=(8, 3.2), dpi=90)
