@@ -100,10 +100,16 @@ def _prompt(generation: Generation, row: int) -> str:
 def _sequence(generation: Generation, row: int) -> str:
     buttons = "".join(
         f'<button type="button" class="token" aria-expanded="false" data-row="{row}" data-step="{step}" '
-        f'style="background:{shade(token["epistemic"])}">{escape(token["text"])}</button>'
+        f'style="background:{shade(token["epistemic"])}">{_shown(token["text"])}</button>'
+        + "\n" * token["text"].count("\n")  # a button is a box, and what is inside breaks no line outside
         for step, token in enumerate(_tokens(generation, row))
     )
     return f'<div class="text"><span class="prompt">{escape(_prompt(generation, row))}</span>{buttons}</div>'
+
+
+def _shown(text: str) -> str:
+    """A token as text of its button: the end of a line has a sign, so that it can be seen and tapped."""
+    return escape(text.replace("\n", "↵"))
 
 
 def _tokens(generation: Generation, row: int) -> list[dict[str, Any]]:
