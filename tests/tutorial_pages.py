@@ -20,6 +20,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "tutorials"
 MARK = re.compile(r"^# %%( \[markdown\])?.*\n", re.MULTILINE)
+INLINE = "module://matplotlib_inline.backend_inline"
 SECONDS = 3600
 
 
@@ -40,7 +41,7 @@ def execute(book, folder, environment=None):
     client = NotebookClient(
         book, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(folder)}}, record_timing=False
     )
-    client.execute(env={**os.environ, "PYTHONPATH": search_path(), **(environment or {})})
+    client.execute(env={**os.environ, "PYTHONPATH": search_path(), "MPLBACKEND": INLINE, **(environment or {})})
     book.metadata.pop("language_info", None)
     for cell in book.cells:
         cell.metadata.clear()
