@@ -118,7 +118,7 @@ for step in found.epistemic[0].argsort(descending=True)[:3].tolist():
 
 # %% [markdown]
 # Two kinds of disagreement. At the comma all have the same favourite, with different probabilities; at " a" four
-# draws name four different words.
+# draws name four different tokens.
 #
 # ## The same as a page
 #
