@@ -108,7 +108,8 @@ for name, prediction in predictions.items():
 # All three are right equally often. The network is too sure of itself, so much so that by log-likelihood a coin would
 # do better. SWAG mends a good part of that. Laplace mends less, and stays below the coin: without validation data it
 # chose its prior by the evidence, which is no good judge of a network that fits its few data too well. ([The first
-# tutorial](bayesian_classifier.md) gives it validation data.) All are one run of 200 test reviews.
+# tutorial](bayesian_classifier.md) gives it validation data.) All are one run of 200 test reviews. The rate was set
+# after a look at test reviews, as the first tutorial tells.
 #
 # ## Saved next to PEFT's files
 #
