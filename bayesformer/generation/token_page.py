@@ -17,8 +17,9 @@ button.token{font:inherit;border:0;border-bottom:2px solid transparent;border-ra
 color:inherit;cursor:pointer;white-space:pre-wrap} button.token:hover,button.token[aria-expanded=true]{
 border-bottom-color:#bc4c00}
 #panel{border:1px solid #d0d7de;border-radius:6px;padding:.6rem 1rem;min-height:7rem;overflow-x:auto}
-table{border-collapse:collapse;font-size:.9rem} td,th{padding:.15rem .7rem;text-align:left} th{font-weight:600}
-td.p{color:#57606a;font-variant-numeric:tabular-nums}.scale{font-size:.85rem;color:#57606a}
+table{border-collapse:collapse;font-size:.9rem;white-space:nowrap}
+td,th{padding:.15rem .7rem;text-align:left} th{font-weight:600}
+td.p{padding-left:0;color:#57606a;font-variant-numeric:tabular-nums}.scale{font-size:.85rem;color:#57606a}
 @media(prefers-color-scheme:dark){body{background:#0d1117;color:#e6edf3}.prompt,.scale,td.p{color:#9198a1}
 #panel{border-color:#30363d}}
 """
@@ -100,10 +101,17 @@ def _prompt(generation: Generation, row: int) -> str:
 def _sequence(generation: Generation, row: int) -> str:
     buttons = "".join(
         f'<button type="button" class="token" aria-expanded="false" data-row="{row}" data-step="{step}" '
-        f'style="background:{shade(token["epistemic"])}">{escape(token["text"])}</button>'
+        f'style="background:{shade(token["epistemic"])}">{_shown(token["text"])}</button>'
+        + "\n"
+        * token["text"].count("\n")  # a button is a box, and what is inside breaks no line outside
         for step, token in enumerate(_tokens(generation, row))
     )
     return f'<div class="text"><span class="prompt">{escape(_prompt(generation, row))}</span>{buttons}</div>'
+
+
+def _shown(text: str) -> str:
+    """A token as text of its button: the end of a line has a sign, so that it can be seen and tapped."""
+    return escape(text.replace("\n", "↵"))
 
 
 def _tokens(generation: Generation, row: int) -> list[dict[str, Any]]:
