@@ -13,7 +13,6 @@ from bayesformer.reference.linear_regression import LinearRegression
 from bayesformer.reference.logistic_regression import LogisticRegression
 from bayesformer.reference.problem_kind import ReferenceProblem
 from bayesformer.reference.random_features import RandomFeatures
-from bayesformer.reference.repeated_targets import RepeatedCausalSeries, RepeatedGapNetwork
 from bayesformer.reference.sentence_head import SentenceHead
 
 PROBLEMS: dict[str, Callable[[], ReferenceProblem]] = {
@@ -25,9 +24,7 @@ PROBLEMS: dict[str, Callable[[], ReferenceProblem]] = {
     "random-features": RandomFeatures,
     "logistic": LogisticRegression,
     "gap-mlp": GapNetwork,
-    "gap-mlp-n1000": RepeatedGapNetwork,
     "causal-series": CausalSeries,
-    "causal-series-n1000": RepeatedCausalSeries,
     "digits-vit": DigitsPatches,
     "sentence-head": SentenceHead,
 }
