@@ -21,7 +21,7 @@ from bayesformer.data.inputs import as_tensors
 from bayesformer.data.labels import drop_labels, labels_in, split_labels
 from bayesformer.data.ragged import Padding, is_ragged
 from bayesformer.data.streams import Stream, Streamed, length_of
-from bayesformer.data.torch_datasets import Items, examples_of, is_indexable, is_loader, loading_of
+from bayesformer.data.torch_datasets import Items, examples_of, is_indexable, is_loader, loading_of, rows_of
 from bayesformer.data.unlabelled import InputBatches, ReadInputs, TensorInputs
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -66,7 +66,8 @@ def as_batches(
         return data
     if isinstance(data, Stream):
         inner = num_data if data.num_data is None else data.num_data
-        return as_batches(data.examples, name, num_data=inner, collate=collate, tokenizer=tokenizer, keys=keys)
+        examples: Any = data.examples
+        return as_batches(examples, name, num_data=inner, collate=collate, tokenizer=tokenizer, keys=keys)
     tensors = _as_data(data, name)
     batches = InMemory(tensors, name) if tensors is not None else _read(data, name, num_data, collate, tokenizer, keys)
     if num_data is not None and batches.num_data != num_data:
@@ -174,7 +175,7 @@ def _read(
         loading = loading_of(data)
         if loading is not None:
             return Indexed(Items(data.dataset, name, collate, padding), name, loading)
-        return Streamed(data, examples_of(data) if num_data is None else num_data, None, name)
+        return Streamed(data, examples_of(data) if num_data is None else num_data, None, name, rows_of(data))
     if isinstance(data, Mapping):
         data = ColumnTable(data, name)
     if is_table(data):

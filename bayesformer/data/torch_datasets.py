@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -89,3 +89,14 @@ def examples_of(loader: Any) -> int | None:
     if loader.batch_sampler is None or not is_indexable(loader.dataset):
         return None
     return len(loader.sampler) if isinstance(loader.sampler, SubsetRandomSampler) else len(loader.dataset)
+
+
+def rows_of(loader: Any) -> int | None:
+    """How many examples an epoch of a DataLoader has, as its sampler says; None where only reading can tell."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(sampler) is not BatchSampler:
+        return None
+    if not is_indexable(loader.dataset) or not isinstance(sampler.sampler, Sized):
+        return None
+    count = len(sampler.sampler)
+    return count // sampler.batch_size * sampler.batch_size if sampler.drop_last else count

@@ -58,7 +58,7 @@ class Curvature:
     log_likelihood: float
     """summed over the data, at the model's weights"""
     num_data: int
-    """examples that were read"""
+    """examples that the sum stands for: N, or those that were read if N is not known"""
     observed: int
     """numbers among their targets that count"""
     outputs: int
@@ -187,8 +187,8 @@ def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], width: int) -> Curvat
         names=tuple(piece.names for piece in pieces),
         structures=tuple(block if readings == 1 else block.scaled(1 / readings) for block in blocks),
         log_likelihood=sweep.log_likelihood / readings,
-        num_data=sweep.num_data // readings,
-        observed=sweep.observed // readings,
+        num_data=round(sweep.num_data / readings),
+        observed=round(sweep.observed / readings),
         outputs=width,
         kind=cast(Kind, sweep.kind),
         general=tuple(sweep.capture.general),

@@ -109,12 +109,13 @@ class Sweep:
     def each(self, work: Callable[[BatchPass], None]) -> None:
         """`work` on one minibatch after another. A callback and no iterator: a graph is freed before the next one."""
         self.log_likelihood, self.num_data, self.observed = 0.0, 0, 0
+        total = (self.data.num_data or 0) * self.data.realisations
         with torch.inference_mode(False), torch.no_grad():
             for number, batch in enumerate(self.data.in_order(self.batch_size, self.device)):
                 self.log_likelihood += self._one(batch, number, work)
                 self.num_data += len(batch.targets)
                 self.observed += count_observed(self.likelihood, batch)
-                self.reporter.update("curvature", self.num_data, self.data.num_data or self.num_data)
+                self.reporter.update("curvature", self.num_data, total or self.num_data)
 
     def _one(self, batch: Batch, number: int, work: Callable[[BatchPass], None]) -> float:
         step = self.run(batch, number)

@@ -153,7 +153,7 @@ class Objective:
         """
         theta = params[THETA]
         if isinstance(batch, WholeData):
-            value, gradient = self.over(params, batch)
+            value, gradient = self.over(params, batch, batch.data.rows)
             return value, value.new_empty(0), gradient
         if theta.dim() > 1:
             return self._batched(theta, batch)
@@ -175,7 +175,10 @@ class Objective:
             seen += len(batch.targets)
             total = total + self._accumulate(batch, len(batch.targets) / count, kappa)[0]
         if seen != count:
-            raise ValueError(f"examples must be what the batches hold together; got {count}, they hold {seen}.")
+            raise ValueError(
+                f"examples must be what the batches hold together; got {count}, they hold {seen}. Data must give "
+                "as many examples in every pass, and num_data says how many these stand for."
+            )
         return total, {THETA: self._grad}
 
     @property
