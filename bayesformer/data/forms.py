@@ -131,12 +131,20 @@ def _as_data(data: Any, name: str) -> Data | None:
     return None
 
 
+def _named(name: str, *parts: Any) -> Data:
+    """`Data` of these parts; other data than the training data are named in its errors."""
+    try:
+        return Data(*parts)
+    except ValueError as error:
+        raise ValueError(str(error) if name == "data" else f"{name}: {error}") from error
+
+
 def _from_tuple(data: tuple[Any, ...], name: str) -> Data:
     if len(data) == 2:
-        return Data(*data)
+        return _named(name, *data)
     mask = as_tensors(data[2]) if len(data) == 3 else None
     if len(data) == 3 and (mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)):
-        return Data(data[0], data[1], mask)
+        return _named(name, data[0], data[1], mask)
     got = ", ".join(str(part.dtype) if isinstance(part, Tensor) else type(part).__name__ for part in data)
     raise ValueError(
         f"{name} must be a pair (inputs, targets), or (inputs, targets, mask) with a boolean mask; got {len(data)} "

@@ -22,7 +22,7 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to, update_hash
-from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves, map_inputs
+from bayesformer.data.inputs import BATCH, CONSTANTS, as_tensors, first_tensor, from_row, leaves, map_inputs
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.order import num_steps
 from bayesformer.data.ragged import Padding
@@ -108,13 +108,13 @@ class Streamed(Batches):
             )
         own = PrivateStream(fold(seed, member, epoch, "examples"))
         found = islice(self._raw(own, batch_size, epoch, join_single), start, None)
-        return (batch_to(split_labels(raw, self.name), device) for raw in found)
+        return (batch_to(split_labels(raw, self.name, BATCH), device) for raw in found)
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
         """The stream from its beginning; how many examples it gave is remembered for `rows`."""
         seen = 0
         for raw in self.raw_in_order(batch_size):
-            batch = batch_to(split_labels(raw, self.name), device)
+            batch = batch_to(split_labels(raw, self.name, from_row(seen)), device)
             seen += len(batch.targets)
             yield batch
         self._rows = seen

@@ -31,6 +31,7 @@ from bayesformer.laplace.passes import COLUMNS, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.likelihoods.language import batches_for
+from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
@@ -238,4 +239,4 @@ def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Batches) -> No
         return  # each minibatch is checked when it is read
     mask = None if whole.mask is None else whole.mask.to(outputs.device)
     full = outputs[:1].expand(len(whole), *outputs.shape[1:])
-    likelihood.check(full, whole.targets.to(outputs.device), mask)
+    check_rows(likelihood, full, whole.targets.to(outputs.device), mask)

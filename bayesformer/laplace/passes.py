@@ -21,6 +21,7 @@ from bayesformer.jacobians.capture import Capture, irregular_values
 from bayesformer.jacobians.sites import Site, backpropagate
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood
+from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.space import Space
 
 COLUMNS = 9  # at a time: many small steps cost more than what they compute, large ones leave the cache
@@ -148,7 +149,7 @@ class Sweep:
             )
         read = self.data.tensors is None  # else all targets were checked before the pass
         if read and bool(self.likelihood.kept(batch.targets, batch.mask).any()):
-            self.likelihood.check(values, batch.targets, batch.mask)
+            check_rows(self.likelihood, values, batch.targets, batch.mask, f" of minibatch {number}")
 
     def _columns(self, values: Tensor, batch: Batch, answered: Tensor | None, number: int) -> Iterator[Tensor]:
         if self.kind == "ggn":

@@ -27,6 +27,7 @@ from bayesformer.core.vectors import THETA
 from bayesformer.data.all_data import WholeData
 from bayesformer.layers import has_random_parts, kl_divergence
 from bayesformer.likelihoods import Likelihood
+from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.calling import apply
 from bayesformer.model.randomness import plain_attention
 from bayesformer.model.shell import Shell
@@ -101,7 +102,7 @@ def check_batch(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> None:
     Inside a transformation of torch.func values cannot be looked at: nothing is checked there.
     """
     if not transformed() and bool(likelihood.kept(batch.targets, batch.mask).any()):
-        likelihood.check(outputs, batch.targets, batch.mask)
+        check_rows(likelihood, outputs, batch.targets, batch.mask, " of a batch")
 
 
 class Objective:
