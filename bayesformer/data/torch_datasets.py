@@ -91,6 +91,11 @@ def examples_of(loader: Any) -> int | None:
     return len(loader.sampler) if isinstance(loader.sampler, SubsetRandomSampler) else len(loader.dataset)
 
 
+def merges_graphs(loader: Any) -> bool:
+    """Whether a DataLoader is PyTorch Geometric's, whose collate function merges graphs into one."""
+    return hasattr(getattr(loader, "collate_fn", None), "follow_batch")
+
+
 def rows_of(loader: Any) -> int | None:
     """How many examples an epoch of a DataLoader has, as its sampler says; None where only reading can tell."""
     sampler = getattr(loader, "batch_sampler", None)
