@@ -31,6 +31,7 @@ from bayesformer.likelihoods.language import batches_for, check_tokens, padding_
 from bayesformer.likelihoods.links import Link
 from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive, Temperable
 from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
+from bayesformer.model.admission import check_count
 from bayesformer.model.randomness import find_randomness
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton
@@ -305,7 +306,9 @@ class Posterior:
         """Network outputs: under draws of the weights, (L, N, ...), or as a Gaussian over the outputs.
 
         Args:
-            inputs: what the model is called with, in any form that `fit` takes data in; labels are left out.
+            inputs: what the model is called with, in any form that `fit` takes data in, but for one: a tuple of tensors
+                is several positional inputs, not (inputs, targets). Labels are left out where they can be told:
+                those of `Data`, of a dict, of a Dataset or DataLoader, and of ((x1, x2), targets).
             draws: of the weights, for "sampled".
             predictive: "sampled", "linearised", "streamlined" or "one_pass"; the posterior's own way by default.
             seed: of the draws.
@@ -657,6 +660,7 @@ class Posterior:
     def _inputs(self, given: Any) -> InputBatches:
         """Inputs in any form; of an encoder-decoder model with the decoder inputs that its labels make."""
         data = fed(self.model, as_inputs(given, "inputs").padded_with(padding_token(self.model)))
+        check_count(self.model, data.inputs if isinstance(data, TensorInputs) else None)
         check_tokens(self.model, data.inputs if isinstance(data, TensorInputs) else data.first(1), "inputs")
         return data
 

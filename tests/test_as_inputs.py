@@ -94,7 +94,7 @@ def test_a_million_rows_are_never_held():
         (lambda: as_inputs(("text",)), "inputs must be a tensor, or a tuple or dict of tensors; got ['str']"),
         (lambda: as_inputs(torch.tensor([float("inf")])), "inputs must be finite; got 1 NaN or infinite values"),
         (lambda: as_inputs(torch.zeros(0, 3)), "inputs must have at least one example; got none"),
-        (lambda: as_inputs({"labels": Y}), "inputs of inputs must be a tensor, or a tuple or dict of tensors"),
+        (lambda: as_inputs({"labels": Y}), "inputs must be a tensor, or a tuple or dict of tensors"),
     ],
 )
 def test_mistakes_are_named(make, text):

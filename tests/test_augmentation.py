@@ -112,7 +112,7 @@ def test_readings_differ_and_repeat():
     alone = torch.cat([batch.inputs for batch in data.data.in_order(6)])
     assert torch.equal(parts[0], alone)
     assert [len(b.targets) for b in data.epoch(11, seed=0, epoch=0)] == [11]
-    assert (data.steps(11), data.fingerprint(), data.num_data) == (1, data.data.fingerprint(), 33)
+    assert (data.steps(11), data.fingerprint(), data.rows, data.num_data) == (1, data.data.fingerprint(), 33, 11)
 
 
 @pytest.mark.parametrize("structure", ["diag", "full", "kron", "low_rank"])
@@ -120,7 +120,7 @@ def test_the_curvature_of_readings_is_the_mean_of_theirs(structure):
     data, model = random_data(), Mlp(hidden=2).eval()
     how = {"structure": structure, "rank": 16}
     found = estimate(model, "categorical", data, **how)
-    each = [estimate(model, "categorical", data.realisation(r), **how) for r in range(data.readings)]
+    each = [estimate(model, "categorical", data.realisation(r), **how) for r in range(data.realisations)]
     assert (found.num_data, found.observed) == (11, 11)
     total = sum(curvature.log_likelihood for curvature in each) / 5
     assert found.log_likelihood == pytest.approx(total)

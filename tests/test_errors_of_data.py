@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import bayesformer as bf
 from bayesformer.likelihoods import Likelihood
@@ -134,6 +134,76 @@ def test_mistakes_of_a_call_are_named(mistake):
     act, text = MISTAKES[mistake]
     with pytest.raises(ValueError, match=text):
         act()
+
+
+class OneNan(Dataset):
+    """Its 40th of 45 inputs is no number."""
+
+    def __len__(self):
+        return 45
+
+    def __getitem__(self, i):
+        return torch.full((3,), float("nan") if i == 40 else 1.0), i % 2
+
+
+NANS = torch.ones(45, 3)
+NANS[40, 1:] = float("nan")
+LABELS = torch.zeros(45, dtype=torch.int64)
+BAD = LABELS.index_fill(0, torch.tensor([40, 43]), 9)
+LABELLED = {"input": torch.ones(45, 3), "labels": BAD}
+ROWS = {
+    "NaN in tensors": (lambda: fit(data=(NANS, LABELS)), "got 2 NaN or infinite values, from row 40 on"),
+    "NaN in a dataset": (lambda: fit(data=OneNan()), "got 3 NaN or infinite values, from row 40 on"),
+    "NaN in a stream": (
+        lambda: fit(data=bf.Stream(lambda: map(OneNan().__getitem__, range(45)), num_data=45)),
+        "got 3 NaN or infinite values, from row 0 of a batch on",
+    ),
+    "NaN to predict on": (lambda: fit().predict(OneNan()), "^inputs must be finite; got 3 .* from row 40 on"),
+    "label": (lambda: fit(data=(torch.ones(45, 3), BAD)), "train data: .* got 9. The first is in row 40.$"),
+    "label of a dict": (lambda: fit(data=LABELLED), "got 9. The first is in row 40.$"),
+    "label of a batch": (
+        lambda: bf.laplace(nn.Linear(3, 2).eval(), OneBad(9), likelihood="categorical"),
+        "got 9. The first is in row 40 of minibatch 0.$",
+    ),
+    "label in training": (lambda: fit(data=OneBad(9), method=bf.Mle()), r"got 9. The first is in row \d of a batch.$"),
+    "count": (
+        lambda: fit(data=(torch.ones(45, 3), BAD[:, None] - 1.0), likelihood="poisson", model=nn.Linear(3, 1)),
+        "-1",
+    ),
+    "type of all": (lambda: fit(data=(torch.ones(45, 3), BAD.float())), "must be integers; got torch.float32.$"),
+    "validation": (lambda: fit(validation=(XY[0][:0], XY[1][:0])), "validation: inputs must have at least one example"),
+    "single examples": (
+        lambda: fit(data=DataLoader(TensorDataset(*XY), batch_size=None)),
+        "got a single number, the target of one example. A DataLoader with batch_size=None",
+    ),
+    "lists": (
+        lambda: fit(data=(torch.ones(45, 3).tolist(), [0] * 45)),
+        r"got \['float'\]. Give lists of numbers as torch.tensor",
+    ),
+    "targets to predict on": (
+        lambda: fit().predict(XY),
+        r"forward takes, input; got a tuple of 2, .* or give them as bf.Data\(inputs, targets\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", ROWS)
+def test_errors_of_values_say_where_they_are(mistake):
+    act, text = ROWS[mistake]
+    with pytest.raises(ValueError, match=text) as caught:
+        act()
+    assert len(str(caught.value)) < 400
+
+
+class Pair(nn.Linear):
+    def forward(self, x, scale=None):
+        return super().forward(x if scale is None else x * scale)
+
+
+def test_a_tuple_is_the_inputs_of_a_model_that_takes_so_many():
+    posterior = fit(Pair(3, 2), ((XY[0], 2 * XY[0]), XY[1]))
+    one = posterior.predict((XY[0], 2 * XY[0]))
+    torch.testing.assert_close(one.probs, posterior.predict(bf.Data((XY[0], 2 * XY[0]), XY[1])).probs)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

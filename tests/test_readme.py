@@ -13,7 +13,16 @@ README = (ROOT / "README.md").read_text()
 
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SAYS = ["tensor", "Posterior(sghmc", "tensor", "torch.Size([2, 12, 5])", "tensor", "tensor", "attention"]
+SAYS = [
+    "tensor",
+    "Posterior(sghmc",
+    "torch.Size([1, 39, 2])",
+    "tensor",
+    "torch.Size([2, 12, 5])",
+    "tensor",
+    "tensor",
+    "attention",
+]
 
 
 @pytest.mark.parametrize(("number", "says"), list(enumerate(SAYS)))

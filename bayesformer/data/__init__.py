@@ -2,6 +2,7 @@
 
 from bayesformer.data.batches import Batches
 from bayesformer.data.forms import Collate, DataLike, as_batches, as_data, as_inputs
+from bayesformer.data.graph_rows import GraphModel
 from bayesformer.data.in_memory import Data, InMemory
 from bayesformer.data.indexed import Indexed
 from bayesformer.data.streams import Stream, Streamed
@@ -12,6 +13,7 @@ __all__ = [
     "Collate",
     "Data",
     "DataLike",
+    "GraphModel",
     "InMemory",
     "Indexed",
     "InputBatches",

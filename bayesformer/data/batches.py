@@ -29,8 +29,8 @@ class Batches(ABC):
     """whether `epoch(start=k)` gives the batches of an uninterrupted epoch, or only whole epochs are repeatable"""
     batch_size: int | None = None
     """the data's own batch size, as a DataLoader has; it replaces the `batch_size` of every method below"""
-    readings: int = 1
-    """how often `in_order` gives every example; a sum over all data counts each reading 1 / `readings`"""
+    realisations: int = 1
+    """how many readings of random data `in_order` gives, one after the other"""
 
     @abstractmethod
     def epoch(
@@ -61,6 +61,20 @@ class Batches(ABC):
     @abstractmethod
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
         """Every example once, in the data's own order, for evaluation and prediction."""
+
+    @property
+    def rows(self) -> int | None:
+        """How many examples one pass of `in_order` gives; None where neither that nor N is known."""
+        return self.num_data
+
+    @property
+    def readings(self) -> float:
+        """Rows of a pass over N. A sum over all data is the sum over a pass divided by this.
+
+        It is not 1 for several readings of random data, for a sampler that draws another number of examples than there
+        are, and for a stream that ends before `num_data`: whatever is summed then stands for N examples all the same.
+        """
+        return 1.0 if self.rows is None or self.num_data is None else self.rows / self.num_data
 
     @abstractmethod
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
@@ -99,6 +113,9 @@ class Batches(ABC):
     def padded_with(self, token: int) -> Batches:  # noqa: ARG002
         """The same data, with token numbers filled up by `token` where it is this library that pads them."""
         return self
+
+    def require_passes(self, count: int) -> None:  # noqa: B027
+        """Refuse data that are known to give fewer passes than this, before any work is done; only iterators do."""
 
     def require_num_data(self) -> int:
         """N, or an error that says how to give it."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Batch
+from bayesformer.data.graph_rows import collate_graphs, is_graph
 from bayesformer.data.inputs import as_tensors
 from bayesformer.data.labels import LABEL_KEYS, label_key
 from bayesformer.data.ragged import Padding, pad_columns
@@ -18,9 +19,12 @@ from bayesformer.data.ragged import Padding, pad_columns
 def collate(items: Sequence[Any], padding: Padding, name: str) -> Any:
     """A batch in the form of its examples: tensor, tuple, dict or `Batch`, each tensor with the examples along dim 0.
 
-    Examples that are dicts may hold sequences of unequal lengths, which are padded (see `pad_columns`).
+    Graphs become a dict for `GraphModel`. Examples that are dicts may hold sequences of unequal lengths, which are
+    padded (see `pad_columns`).
     """
     first = items[0]
+    if is_graph(first):
+        return collate_graphs(items, name)
     if isinstance(first, Batch):
         parts = zip(*items, strict=True)
         return Batch(*(collate_values(part, f"an example of {name}") for part in parts))

@@ -21,7 +21,15 @@ from bayesformer.data.inputs import as_tensors
 from bayesformer.data.labels import drop_labels, labels_in, split_labels
 from bayesformer.data.ragged import Padding, is_ragged
 from bayesformer.data.streams import Stream, Streamed, length_of
-from bayesformer.data.torch_datasets import Items, examples_of, is_indexable, is_loader, loading_of
+from bayesformer.data.torch_datasets import (
+    Items,
+    examples_of,
+    is_indexable,
+    is_loader,
+    loading_of,
+    merges_graphs,
+    rows_of,
+)
 from bayesformer.data.unlabelled import InputBatches, ReadInputs, TensorInputs
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -50,8 +58,9 @@ def as_batches(
     """Batches of any form of data, read when they are needed.
 
     - `Data`, (inputs, targets), (inputs, targets, boolean mask), a dict of tensors or arrays with labels: `InMemory`
-    - a map-style Dataset or a list with examples (x, y), (x1, x2, ..., y), dicts with labels or `Batch`; a Hugging Face
-      dataset; a dict of lists; a DataLoader with a plain order (its collate_fn and batch size are kept): `Indexed`
+    - a map-style Dataset or a list with examples (x, y), (x1, x2, ..., y), dicts with labels, `Batch` or graphs of
+      PyTorch Geometric (for a `GraphModel`); a Hugging Face dataset; a dict of lists; a DataLoader with a plain order
+      (its collate_fn and batch size are kept): `Indexed`
     - an IterableDataset, an iterator, a `Stream`, a DataLoader with a sampler of its own: `Streamed`
 
     Args:
@@ -66,7 +75,8 @@ def as_batches(
         return data
     if isinstance(data, Stream):
         inner = num_data if data.num_data is None else data.num_data
-        return as_batches(data.examples, name, num_data=inner, collate=collate, tokenizer=tokenizer, keys=keys)
+        examples: Any = data.examples
+        return as_batches(examples, name, num_data=inner, collate=collate, tokenizer=tokenizer, keys=keys)
     tensors = _as_data(data, name)
     batches = InMemory(tensors, name) if tensors is not None else _read(data, name, num_data, collate, tokenizer, keys)
     if num_data is not None and batches.num_data != num_data:
@@ -130,12 +140,20 @@ def _as_data(data: Any, name: str) -> Data | None:
     return None
 
 
+def _named(name: str, *parts: Any) -> Data:
+    """`Data` of these parts; other data than the training data are named in its errors."""
+    try:
+        return Data(*parts)
+    except ValueError as error:
+        raise ValueError(str(error) if name == "data" else f"{name}: {error}") from error
+
+
 def _from_tuple(data: tuple[Any, ...], name: str) -> Data:
     if len(data) == 2:
-        return Data(*data)
+        return _named(name, *data)
     mask = as_tensors(data[2]) if len(data) == 3 else None
     if len(data) == 3 and (mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)):
-        return Data(data[0], data[1], mask)
+        return _named(name, data[0], data[1], mask)
     got = ", ".join(str(part.dtype) if isinstance(part, Tensor) else type(part).__name__ for part in data)
     raise ValueError(
         f"{name} must be a pair (inputs, targets), or (inputs, targets, mask) with a boolean mask; got {len(data)} "
@@ -161,7 +179,7 @@ def _read(
     data: Any, name: str, num_data: int | None, collate: Collate | None, tokenizer: Any, keys: Collection[str] | None
 ) -> Indexed | Streamed:
     """Data that are read when they are needed."""
-    if collate is None and hasattr(data, "collate_fn") and is_loader(data):
+    if collate is None and hasattr(data, "collate_fn") and is_loader(data) and not merges_graphs(data):
         collate = data.collate_fn
     if hasattr(data, "edge_index"):
         raise ValueError(
@@ -174,7 +192,12 @@ def _read(
         loading = loading_of(data)
         if loading is not None:
             return Indexed(Items(data.dataset, name, collate, padding), name, loading)
-        return Streamed(data, examples_of(data) if num_data is None else num_data, None, name)
+        if merges_graphs(data):
+            raise ValueError(
+                f"{name} must be a list or Dataset of graphs, or a DataLoader of PyTorch Geometric without a sampler "
+                "of its own; its batches are merged graphs, which cannot be cut into examples. Give its dataset."
+            )
+        return Streamed(data, examples_of(data) if num_data is None else num_data, None, name, rows_of(data))
     if isinstance(data, Mapping):
         data = ColumnTable(data, name)
     if is_table(data):

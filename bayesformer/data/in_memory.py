@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
-from bayesformer.data.inputs import as_tensors, check_inputs, first_tensor, inputs_to, leaves, map_inputs, tensors_of
+from bayesformer.data.inputs import check_inputs, first_tensor, fixed_tensors, inputs_to, leaves, map_inputs, tensors_of
 from bayesformer.data.order import bounds, epoch_order, num_steps
 
 
@@ -20,8 +20,8 @@ from bayesformer.data.order import bounds, epoch_order, num_steps
 class Data:
     """N examples held as tensors. `mask` is True where a target counts; None means everywhere.
 
-    Numpy arrays become tensors. Values of `inputs` that are no tensors (flags, strings, None) are given to the model
-    unchanged with every batch.
+    Numpy arrays become tensors, and tensors are taken without the graph they come from. Values of `inputs` that are no
+    tensors (flags, strings, None) are given to the model unchanged with every batch.
     """
 
     inputs: Inputs
@@ -30,7 +30,7 @@ class Data:
 
     def __post_init__(self) -> None:
         for field in ("inputs", "targets", "mask"):
-            object.__setattr__(self, field, as_tensors(getattr(self, field)))
+            object.__setattr__(self, field, fixed_tensors(getattr(self, field)))
         check_inputs(self.inputs, "inputs")
         check_targets(self.targets, self.mask, len(self))
         if self.mask is not None and not self.mask.any():
@@ -160,7 +160,12 @@ def join(parts: Sequence[Batch], name: str) -> Batch:
 
 def check_targets(targets: Any, mask: Any, count: int) -> None:
     """Raise unless targets are a tensor of `count` rows and the mask is boolean with their leading shape."""
-    if not isinstance(targets, Tensor) or targets.dim() == 0:
+    if isinstance(targets, Tensor) and targets.dim() == 0:
+        raise ValueError(
+            "targets must be a tensor with one row per example; got a single number, the target of one example. A "
+            "DataLoader with batch_size=None gives examples one by one: give it a batch_size, or its dataset itself."
+        )
+    if not isinstance(targets, Tensor):
         raise ValueError(f"targets must be a tensor with one row per example; got {type(targets).__name__}.")
     if len(targets) != count:
         raise ValueError(f"targets must be as many as inputs; got {len(targets)} targets, {count} inputs.")

@@ -23,7 +23,7 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to, update_hash
-from bayesformer.data.inputs import leaves
+from bayesformer.data.inputs import leaves, of_examples
 from bayesformer.data.labels import split_labels
 from bayesformer.data.order import bounds, epoch_order, num_steps
 
@@ -92,19 +92,25 @@ class Indexed(Batches):
         size, count = self.batch_size or batch_size, len(self.source)
         order = epoch_order(count, seed=seed, epoch=epoch, member=member, replacement=replacement)
         places = bounds(count, size, start=start, join_single=join_single, drop_last=self.loading.drop_last)
-        for raw in self._read_all(order, places, fold(seed, member, epoch, "examples")):
-            yield batch_to(split_labels(raw, self.name), device)
+        yield from self._batches(order, list(places), fold(seed, member, epoch, "examples"), device)
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
         """Every example once, in order; random data are read with a fixed seed."""
-        for raw in self.raw_in_order(batch_size):
-            yield batch_to(split_labels(raw, self.name), device)
+        count = len(self.source)
+        places = list(bounds(count, self.batch_size or batch_size))
+        yield from self._batches(torch.arange(count, device="cpu"), places, self._stream, device)
 
     def raw_in_order(self, batch_size: int) -> Iterator[Any]:
         """The same as the data give it, not split into inputs and targets."""
         count = len(self.source)
         places = bounds(count, self.batch_size or batch_size)
         return self._read_all(torch.arange(count, device="cpu"), places, self._stream)
+
+    def _batches(
+        self, order: Tensor, places: list[tuple[int, int]], stream: int, device: torch.device | str | None
+    ) -> Iterator[Batch]:
+        for (begin, end), raw in zip(places, self._read_all(order, iter(places), stream), strict=True):
+            yield batch_to(split_labels(raw, self.name, of_examples(order[begin:end].tolist())), device)
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int:
         """The number of batches in one epoch."""

@@ -6,8 +6,8 @@ string, None, a tensor without dimensions) is the same for all examples and reac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -17,6 +17,23 @@ from bayesformer.core.types import Batch, Inputs
 
 CONSTANTS = (bool, int, float, str, type(None))
 """Types of Python values that a model may take as they are."""
+
+RowName: TypeAlias = Callable[[int], str]
+"""What errors call the row of a tensor with this number."""
+WHOLE: RowName = "row {}".format
+"""of tensors that hold all examples"""
+BATCH: RowName = "row {} of a batch".format
+"""of a batch whose place among all data is not known"""
+
+
+def from_row(start: int) -> RowName:
+    """Names of rows of a batch that begins with this example of the data."""
+    return lambda row: WHOLE(start + row)
+
+
+def of_examples(numbers: Sequence[int]) -> RowName:
+    """Names of rows of a batch that holds these examples; a collate function may have made other rows of them."""
+    return lambda row: WHOLE(numbers[row]) if row < len(numbers) else BATCH(row)
 
 
 def per_example(value: Any) -> TypeGuard[Tensor]:
@@ -69,15 +86,24 @@ def as_tensors(value: Any) -> Any:
     return value
 
 
-def check_inputs(inputs: Inputs, name: str) -> None:
-    """Raise unless there is at least one example, all tensors are equally long, and all numbers are finite."""
+def fixed_tensors(value: Any) -> Any:
+    """The same without the graph that tensors come from: what is trained on is data, and gets no gradient."""
+    return _mapped(as_tensors(value), lambda x: x.detach(), lambda part: isinstance(part, Tensor))
+
+
+def check_inputs(inputs: Inputs, name: str, row_name: RowName = WHOLE) -> None:
+    """Raise unless there is at least one example, all tensors are equally long, and all numbers are finite.
+
+    `row_name` says what a row is called in errors, where the input is a part of the data.
+    """
     values = list(leaves(inputs))
     tensors = [value for value in values if per_example(value)]
     known = all(isinstance(value, (Tensor, *CONSTANTS)) for value in values)
     if not tensors or not known:
         alone = not isinstance(inputs, Mapping | tuple | list)
-        kinds = type(inputs).__name__ if alone or not values else [type(value).__name__ for value in values]
-        raise ValueError(f"{name} must be a tensor, or a tuple or dict of tensors; got {kinds}.")
+        kinds = type(inputs).__name__ if alone or not values else sorted({type(value).__name__ for value in values})
+        advice = " Give lists of numbers as torch.tensor(...)." if not alone and _are_numbers(values) else ""
+        raise ValueError(f"{name} must be a tensor, or a tuple or dict of tensors; got {kinds}.{advice}")
     lengths = {len(tensor) for tensor in tensors}
     if len(lengths) > 1:
         raise ValueError(f"{name} must all have the same length; got {sorted(lengths)}.")
@@ -85,8 +111,14 @@ def check_inputs(inputs: Inputs, name: str) -> None:
         raise ValueError(f"{name} must have at least one example; got none.")
     for tensor in tensors:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise ValueError(f"{name} must be finite; got {bad} NaN or infinite values.")
+            bad = ~torch.isfinite(tensor)
+            first = int(bad.flatten(1).any(1).nonzero()[0]) if tensor.dim() > 1 else int(bad.nonzero()[0])
+            count = int(bad.sum())
+            raise ValueError(f"{name} must be finite; got {count} NaN or infinite values, from {row_name(first)} on.")
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _mapped(value: Any, fn: Callable[[Tensor], Any], chosen: Callable[[Any], bool]) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.in_memory import Data, check_targets
-from bayesformer.data.inputs import as_tensors, check_inputs, first_tensor
+from bayesformer.data.inputs import WHOLE, RowName, as_tensors, check_inputs, first_tensor, fixed_tensors
 
 LABEL_KEYS = ("labels", "targets", "label", "label_ids")
 """Keys of a dict example that hold its target; the first one present does."""
@@ -22,19 +22,19 @@ def label_key(keys: Any) -> str | None:
     return next((key for key in LABEL_KEYS if key in keys), None)
 
 
-def split_labels(raw: Any, name: str) -> Batch:
-    """A batch of inputs and targets from what a collate function gives, checked.
+def split_labels(raw: Any, name: str, row_name: RowName = WHOLE) -> Batch:
+    """A batch of inputs and targets from what a collate function gives, checked; `row_name` names its rows.
 
     A dict has its targets under one of `LABEL_KEYS`. Of a tuple or list the last entry is the target and all others
     are inputs, however many; a mask is given by `Batch(inputs, targets, mask)` only.
     """
     batch = _split(raw, name)
-    check_inputs(batch.inputs, f"inputs of {name}")
+    check_inputs(batch.inputs, _inputs_of(name), row_name)
     check_targets(batch.targets, batch.mask, len(first_tensor(batch.inputs)))
     return batch
 
 
-def drop_labels(raw: Any, name: str) -> Inputs:
+def drop_labels(raw: Any, name: str, row_name: RowName = WHOLE) -> Inputs:
     """The inputs alone, checked: targets are left out where there are any, by the rules of `split_labels`."""
     if isinstance(raw, Batch | Data):
         inputs = as_tensors(raw.inputs)
@@ -45,8 +45,12 @@ def drop_labels(raw: Any, name: str) -> Inputs:
         inputs = parts[0] if len(parts) <= 2 else parts[:-1]
     else:
         inputs = as_tensors(raw)
-    check_inputs(inputs, f"inputs of {name}")
+    check_inputs(inputs, _inputs_of(name), row_name)
     return inputs
+
+
+def _inputs_of(name: str) -> str:
+    return name if name == "inputs" else f"inputs of {name}"
 
 
 def labels_in(raw: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -66,15 +70,15 @@ def labels_in(raw: Any) -> tuple[Tensor | None, Tensor | None]:
 
 def _split(raw: Any, name: str) -> Batch:
     if isinstance(raw, Batch | Data):
-        return Batch(*(as_tensors(part) for part in (raw.inputs, raw.targets, raw.mask)))
+        return Batch(*(fixed_tensors(part) for part in (raw.inputs, raw.targets, raw.mask)))
     if isinstance(raw, Mapping):
         key = label_key(raw)
         if key is None:
             raise ValueError(f"{name} must have a key {KEYS}; got {', '.join(map(str, raw))}.")
-        values = as_tensors(raw)
+        values = fixed_tensors(raw)
         return Batch({k: value for k, value in values.items() if k != key}, values[key])
     if isinstance(raw, tuple | list) and len(raw) >= 2:
-        *inputs, targets = as_tensors(raw)
+        *inputs, targets = fixed_tensors(raw)
         if len(inputs) > 1 and isinstance(targets, Tensor) and targets.dtype == torch.bool:
             raise ValueError(
                 f"examples of {name} end with a boolean entry, which may be a mask or a label: "

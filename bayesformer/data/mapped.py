@@ -17,7 +17,7 @@ class Mapped(Batches):
     def __init__(self, data: Batches, change: Callable[[Batch], Batch]) -> None:
         self.data, self.change = data, change
         self.name, self.num_data, self.resumable = data.name, data.num_data, data.resumable
-        self.batch_size = data.batch_size
+        self.batch_size, self.realisations = data.batch_size, data.realisations
 
     def epoch(self, batch_size: int, **options: Any) -> Iterator[Batch]:
         """The training batches of one epoch, changed."""
@@ -30,6 +30,15 @@ class Mapped(Batches):
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
         """As many as the other data have."""
         return self.data.steps(batch_size, join_single=join_single)
+
+    @property
+    def rows(self) -> int | None:
+        """As many as a pass over the other data gives."""
+        return self.data.rows
+
+    def require_passes(self, count: int) -> None:
+        """Refuse what the other data refuse."""
+        self.data.require_passes(count)
 
     @property
     def is_random(self) -> bool:

@@ -15,7 +15,7 @@ FEWEST, MOST = 4, 64  # readings
 
 
 class Realisations(Batches):
-    """Several readings of random data as one data set, in which every example counts 1 / `readings`.
+    """Several readings of random data as one data set, in which every example counts once, as the mean of them.
 
     Augmented examples have a log-likelihood that is another function of the weights in every reading. What training
     ascends is its expectation, and a sum over one reading is a noisy estimate of that: its mode is off by as many
@@ -23,14 +23,19 @@ class Realisations(Batches):
     function.
     """
 
-    def __init__(self, data: Batches, readings: int) -> None:
-        self.data, self.readings = data, readings
+    def __init__(self, data: Batches, realisations: int) -> None:
+        self.data, self.realisations = data, realisations
         self.name, self.resumable, self.batch_size = data.name, data.resumable, data.batch_size
-        self.num_data = None if data.num_data is None else readings * data.num_data
+        self.num_data = data.num_data
+
+    @property
+    def rows(self) -> int | None:
+        """Those of all readings together."""
+        return None if self.data.rows is None else self.realisations * self.data.rows
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
         """Every reading of all examples, one after the other."""
-        for number in range(self.readings):
+        for number in range(self.realisations):
             yield from self.data.realisation(number).in_order(batch_size, device)
 
     def epoch(self, batch_size: int, **options: Any) -> Iterator[Batch]:

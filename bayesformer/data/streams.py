@@ -22,12 +22,13 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 from bayesformer.data.batches import Batches
 from bayesformer.data.in_memory import batch_to, update_hash
-from bayesformer.data.inputs import CONSTANTS, as_tensors, first_tensor, leaves, map_inputs
+from bayesformer.data.inputs import BATCH, CONSTANTS, as_tensors, first_tensor, from_row, leaves, map_inputs
 from bayesformer.data.labels import drop_labels, split_labels
 from bayesformer.data.order import num_steps
 from bayesformer.data.ragged import Padding
 
 log = logging.getLogger("bayesformer")
+COUNTED = 256  # examples per batch of a pass that only counts them
 COMPARED = 4  # units of two readings that tell whether a stream starts again
 
 
@@ -35,29 +36,57 @@ COMPARED = 4  # units of two readings that tell whether a stream starts again
 class Stream:
     """A stream of examples and their number, which training needs: the prior is weighed against N examples.
 
-    An epoch is the whole stream, or its first `num_data` examples if it goes on.
+    An epoch is the whole stream, or its first `num_data` examples if it goes on. A stream that ends before stands for
+    `num_data` examples all the same, whatever the method: sums over it are scaled. `examples` is an iterable that
+    starts again in every epoch, or a function without arguments that opens one; an iterator can be read once.
     """
 
-    examples: Iterable[Any]
+    examples: Iterable[Any] | Callable[[], Iterable[Any]]
     num_data: int | None = None
 
     def __post_init__(self) -> None:
+        if not hasattr(self.examples, "__iter__") and not hasattr(self.examples, "__getitem__"):
+            if not callable(self.examples):
+                raise ValueError(
+                    f"examples must be an iterable or a function that opens one; got {type(self.examples).__name__}."
+                )
+            object.__setattr__(self, "examples", Opened(self.examples))
         if self.num_data is not None and self.num_data < 1:
             raise ValueError(f"num_data must be the number of examples, at least 1; got {self.num_data}.")
 
 
+@dataclass(frozen=True)
+class Opened:
+    """An iterable that calls a function whenever it is opened, so that a generator function can be read again."""
+
+    opens: Callable[[], Iterable[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.opens())
+
+
 class Streamed(Batches):
-    """Batches of an iterable. `collate_fn` makes a batch of a list of examples; None if it gives whole batches."""
+    """Batches of an iterable. `collate_fn` makes a batch of a list of examples; None if it gives whole batches.
+
+    `rows` is how many examples a pass gives, where that is known before one was made.
+    """
 
     resumable: Literal["exact", "epoch"] = "epoch"
 
     def __init__(
-        self, source: Iterable[Any], num_data: int | None, collate_fn: Callable[[list[Any]], Any] | None, name: str
+        self,
+        source: Iterable[Any],
+        num_data: int | None,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        name: str,
+        rows: int | None = None,
     ) -> None:
         self.source, self.num_data, self.collate_fn, self.name = source, num_data, collate_fn, name
         self.batch_size = None if collate_fn is not None else getattr(source, "batch_size", None)
         self._kept: Iterator[Any] | None = None  # what was read in advance of a stream that cannot start again
         self._ahead: list[Any] = []
+        self._rows = rows
+        self._warned = False  # that the stream ended before N examples
 
     def epoch(
         self,
@@ -79,12 +108,16 @@ class Streamed(Batches):
             )
         own = PrivateStream(fold(seed, member, epoch, "examples"))
         found = islice(self._raw(own, batch_size, epoch, join_single), start, None)
-        return (batch_to(split_labels(raw, self.name), device) for raw in found)
+        return (batch_to(split_labels(raw, self.name, BATCH), device) for raw in found)
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Batch]:
-        """The stream from its beginning."""
+        """The stream from its beginning; how many examples it gave is remembered for `rows`."""
+        seen = 0
         for raw in self.raw_in_order(batch_size):
-            yield batch_to(split_labels(raw, self.name), device)
+            batch = batch_to(split_labels(raw, self.name, from_row(seen)), device)
+            seen += len(batch.targets)
+            yield batch
+        self._rows = seen
 
     def raw_in_order(self, batch_size: int) -> Iterator[Any]:
         """The same as the stream gives it, not split into inputs and targets."""
@@ -97,6 +130,22 @@ class Streamed(Batches):
         if self.num_data is None:
             return None
         return num_steps(self.num_data, self.batch_size or batch_size, join_single=join_single)
+
+    @property
+    def rows(self) -> int | None:
+        """How many examples one pass gives: counted in a pass of its own unless one was made, or cannot be spared."""
+        if self._rows is None and self.num_data is not None and self.restarts:
+            self._rows = sum(count_of(raw, self.name) for raw in self.raw_in_order(COUNTED))
+        return self.num_data if self._rows is None else self._rows
+
+    def require_passes(self, count: int) -> None:
+        """Refuse an iterator, which is used up by one pass, where more are needed."""
+        if count > 1 and isinstance(self.source, Iterator):
+            raise ValueError(
+                f"{self.name} must be readable {count} times, for the epochs of training and sums over all data; got "
+                f"an iterator, {type(self.source).__name__}, which can be read once only. Give an iterable that starts "
+                "again, or the function that makes the iterator: bf.Stream(function, num_data=...)."
+            )
 
     def padded_with(self, token: int) -> Streamed:
         """This stream itself, padded with `token`: it may have been read in part, so that there is no other like it."""
@@ -200,13 +249,7 @@ class Streamed(Batches):
 
         while (raw := own(read)) is not None:
             yield raw
-        if self.num_data is not None and seen < self.num_data:
-            log.warning(
-                "%s ended after %d examples; num_data is %d. The prior is weighed against num_data examples.",
-                self.name,
-                seen,
-                self.num_data,
-            )
+        self._note_end(seen)
 
     def _whole(self, own: PrivateStream, units: Iterator[Any]) -> Iterator[Any]:
         """Whole batches until the loader ends, or N examples were seen of one that may not end."""
@@ -214,7 +257,27 @@ class Streamed(Batches):
         seen, end = 0, object()
         while (limit is None or seen < limit) and (raw := own(lambda: next(units, end))) is not end:
             yield raw
-            seen += len(first_tensor(drop_labels(raw, self.name)))
+            seen += count_of(raw, self.name)
+        if limit is not None:
+            self._note_end(seen)
+
+    def _note_end(self, seen: int) -> None:
+        """Say once that the stream ended before N examples; none at all are an error of the caller's."""
+        if self._warned or self.num_data is None or not 0 < seen < self.num_data:
+            return
+        self._warned = True
+        log.warning(
+            "%s ended after %d examples; num_data is %d. They stand for num_data examples, against which the prior is "
+            "weighed.",
+            self.name,
+            seen,
+            self.num_data,
+        )
+
+
+def count_of(raw: Any, name: str) -> int:
+    """How many examples a batch has, as the data give it."""
+    return len(first_tensor(drop_labels(raw, name)))
 
 
 def length_of(source: Any) -> int | None:

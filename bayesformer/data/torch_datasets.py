@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from bayesformer.core.global_random import seed_states
 from bayesformer.data.collating import collate
@@ -22,6 +23,8 @@ from bayesformer.data.ragged import Padding
 
 WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "timeout", "prefetch_factor", "pin_memory")
 """Arguments of a DataLoader that are kept when its batches are read in another order."""
+OF_ALL = (RandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Samplers that may come to any example of the dataset in some epoch, however many one epoch has."""
 
 
 class Items:
@@ -88,4 +91,22 @@ def examples_of(loader: Any) -> int | None:
     """The number of different examples behind a DataLoader; None for a stream or a dataset of whole batches."""
     if loader.batch_sampler is None or not is_indexable(loader.dataset):
         return None
-    return len(loader.sampler) if isinstance(loader.sampler, SubsetRandomSampler) else len(loader.dataset)
+    whole = len(loader.dataset)
+    drawn = isinstance(loader.sampler, OF_ALL) or not isinstance(loader.sampler, Sized)
+    return whole if drawn else min(whole, len(loader.sampler))  # a list of indices, SubsetRandomSampler
+
+
+def merges_graphs(loader: Any) -> bool:
+    """Whether a DataLoader is PyTorch Geometric's, whose collate function merges graphs into one."""
+    return hasattr(getattr(loader, "collate_fn", None), "follow_batch")
+
+
+def rows_of(loader: Any) -> int | None:
+    """How many examples an epoch of a DataLoader has, as its sampler says; None where only reading can tell."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if type(loader).__iter__ is not DataLoader.__iter__ or type(sampler) is not BatchSampler:
+        return None
+    if not is_indexable(loader.dataset) or not isinstance(sampler.sampler, Sized):
+        return None
+    count = len(sampler.sampler)
+    return count // sampler.batch_size * sampler.batch_size if sampler.drop_last else count

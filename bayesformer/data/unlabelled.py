@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.types import Inputs
-from bayesformer.data.inputs import check_inputs, first_tensor, inputs_to, map_inputs
+from bayesformer.data.inputs import WHOLE, RowName, check_inputs, first_tensor, from_row, inputs_to, map_inputs
 from bayesformer.data.labels import drop_labels, labels_in
 from bayesformer.data.order import bounds
 
@@ -111,13 +111,16 @@ class ReadInputs:
 
     def in_order(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Inputs]:
         """Every example once, in the data's own order."""
-        for raw in self.reader.raw_in_order(batch_size):
-            yield inputs_to(drop_labels(raw, self.reader.name), device)
+        for asked in self.labelled(batch_size, device):
+            yield asked.inputs
 
     def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
         """The same with the labels that there are."""
+        seen = 0
         for raw in self.reader.raw_in_order(batch_size):
-            yield asked_in(raw, self.reader.name, device)
+            asked = asked_in(raw, self.reader.name, device, from_row(seen))
+            seen += len(first_tensor(asked.inputs))
+            yield asked
 
     def first(self, count: int) -> Inputs:
         """The first examples, at most `count`."""
@@ -133,7 +136,7 @@ class ReadInputs:
         return ReadInputs(self.reader.padded_with(token))
 
 
-def asked_in(raw: Any, name: str, device: torch.device | str | None = None) -> Asked:
+def asked_in(raw: Any, name: str, device: torch.device | str | None = None, row_name: RowName = WHOLE) -> Asked:
     """Inputs with their labels and mask, where there are any."""
     labels = (x if x is None or device is None else x.to(device) for x in labels_in(raw))
-    return Asked(inputs_to(drop_labels(raw, name), device), *labels)
+    return Asked(inputs_to(drop_labels(raw, name, row_name), device), *labels)

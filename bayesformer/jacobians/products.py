@@ -130,7 +130,7 @@ class CurvatureProducts:
             return outputs.detach() + self._forward(outputs, self._checked(v))
 
     def _sum(self, one: Callable[[Batch], Tensor], v: Tensor) -> Tensor:
-        """(P,): `one` summed over all batches, and averaged over readings of random data."""
+        """(P,): `one` summed over all batches and scaled to N examples, which averages over readings of random data."""
         self._checked(v)
         total = torch.zeros_like(self.theta)
         for batch in self.data.in_order(self.batch_size, self.theta.device):

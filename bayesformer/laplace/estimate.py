@@ -31,6 +31,7 @@ from bayesformer.laplace.passes import COLUMNS, CurvaturePiece, Sweep
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood, as_likelihood
 from bayesformer.likelihoods.language import batches_for
+from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.modes import check_eval
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Choice, Space
@@ -58,7 +59,7 @@ class Curvature:
     log_likelihood: float
     """summed over the data, at the model's weights"""
     num_data: int
-    """examples that were read"""
+    """examples that the sum stands for: N, or those that were read if N is not known"""
     observed: int
     """numbers among their targets that count"""
     outputs: int
@@ -187,8 +188,8 @@ def _curvature(sweep: Sweep, pieces: list[CurvaturePiece], width: int) -> Curvat
         names=tuple(piece.names for piece in pieces),
         structures=tuple(block if readings == 1 else block.scaled(1 / readings) for block in blocks),
         log_likelihood=sweep.log_likelihood / readings,
-        num_data=sweep.num_data // readings,
-        observed=sweep.observed // readings,
+        num_data=round(sweep.num_data / readings),
+        observed=round(sweep.observed / readings),
         outputs=width,
         kind=cast(Kind, sweep.kind),
         general=tuple(sweep.capture.general),
@@ -238,4 +239,4 @@ def _check_targets(likelihood: Likelihood, outputs: Tensor, data: Batches) -> No
         return  # each minibatch is checked when it is read
     mask = None if whole.mask is None else whole.mask.to(outputs.device)
     full = outputs[:1].expand(len(whole), *outputs.shape[1:])
-    likelihood.check(full, whole.targets.to(outputs.device), mask)
+    check_rows(likelihood, full, whole.targets.to(outputs.device), mask)

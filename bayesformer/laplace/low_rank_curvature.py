@@ -42,10 +42,11 @@ def fit(sweep: Sweep, rank: int) -> list[CurvaturePiece]:
 
 def _rows(sweep: Sweep) -> int:
     """How many rows Sᵀ J has over all data; more than `ROWS` where the number of data is not known."""
-    if sweep.data.num_data is None:
+    examples = sweep.data.rows
+    if examples is None:
         return ROWS + 1
     values = sweep.run(batch_to(sweep.data.first(1), sweep.device)).values
-    return sweep.data.num_data * columns.count(sweep.kind, sweep.likelihood, values, sweep.samples)
+    return examples * columns.count(sweep.kind, sweep.likelihood, values, sweep.samples)
 
 
 def _by_gram(sweep: Sweep, names: list[str], rank: int) -> tuple[Tensor, Tensor]:

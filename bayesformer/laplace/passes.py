@@ -21,6 +21,7 @@ from bayesformer.jacobians.capture import Capture, irregular_values
 from bayesformer.jacobians.sites import Site, backpropagate
 from bayesformer.laplace.structures import CurvatureBlock
 from bayesformer.likelihoods import Likelihood
+from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.space import Space
 
 COLUMNS = 9  # at a time: many small steps cost more than what they compute, large ones leave the cache
@@ -109,12 +110,13 @@ class Sweep:
     def each(self, work: Callable[[BatchPass], None]) -> None:
         """`work` on one minibatch after another. A callback and no iterator: a graph is freed before the next one."""
         self.log_likelihood, self.num_data, self.observed = 0.0, 0, 0
+        total = (self.data.num_data or 0) * self.data.realisations
         with torch.inference_mode(False), torch.no_grad():
             for number, batch in enumerate(self.data.in_order(self.batch_size, self.device)):
                 self.log_likelihood += self._one(batch, number, work)
                 self.num_data += len(batch.targets)
                 self.observed += count_observed(self.likelihood, batch)
-                self.reporter.update("curvature", self.num_data, self.data.num_data or self.num_data)
+                self.reporter.update("curvature", self.num_data, total or self.num_data)
 
     def _one(self, batch: Batch, number: int, work: Callable[[BatchPass], None]) -> float:
         step = self.run(batch, number)
@@ -147,7 +149,7 @@ class Sweep:
             )
         read = self.data.tensors is None  # else all targets were checked before the pass
         if read and bool(self.likelihood.kept(batch.targets, batch.mask).any()):
-            self.likelihood.check(values, batch.targets, batch.mask)
+            check_rows(self.likelihood, values, batch.targets, batch.mask, f" of minibatch {number}")
 
     def _columns(self, values: Tensor, batch: Batch, answered: Tensor | None, number: int) -> Iterator[Tensor]:
         if self.kind == "ggn":

@@ -171,6 +171,7 @@ class Ekf:
         """The filter, diagonal or dense."""
         module: Any = ekf_diag if self.kind == "diag" else ekf_dense
         how: dict[str, Any] = {"temperature": self.temperature, **begin}
+        how["temperature"] *= prototype.data.readings  # one pass stands for N examples
         if not self.gauss_newton:
             each = scores_for(prototype, self._held(prototype))
             return module.build(log_joint, None, self.transition_sd, each=each, **how)

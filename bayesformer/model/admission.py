@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from bayesformer.core.compat import compiled_from, has_forward_hooks, is_distributed
 
 MASK = "attention_mask"
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -110,6 +111,22 @@ def _spans(parameters: Iterable[tuple[str, Tensor]], inferred: set[View | int]) 
         if key not in seen and parameter.layout is torch.strided and parameter.numel():
             seen.add(key)
             yield *span(parameter), name, key in inferred
+
+
+def check_count(model: nn.Module, inputs: object) -> None:
+    """Refuse a tuple of more positional inputs than a model's forward takes, the last of which may be targets."""
+    model = unwrap(model)
+    if not isinstance(inputs, tuple) or has_forward_hooks(model):
+        return
+    taken = list(inspect.signature(model.forward).parameters.values())
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken):
+        return
+    names = [parameter.name for parameter in taken if parameter.kind in POSITIONAL]
+    if len(inputs) > len(names):
+        raise ValueError(
+            f"inputs must be what the model's forward takes, {', '.join(names)}; got a tuple of {len(inputs)}, each of "
+            "which is one of its arguments. Leave targets out, or give them as bf.Data(inputs, targets)."
+        )
 
 
 def check_names(model: nn.Module, inputs: object, name: str) -> None:

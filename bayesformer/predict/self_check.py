@@ -108,17 +108,17 @@ def _temperature(posterior: Posterior, law: Samples, data: Batches) -> float | N
 
 
 def _slope(posterior: Posterior, shell: Shell, theta: Tensor, prior: Prior, data: Batches) -> Tensor:
-    """(P,): ∇U(θ) over all data."""
+    """(P,): ∇U(θ) over all data, scaled to N examples."""
     shell.load(theta)
     views = {name: value.detach().requires_grad_() for name, value in posterior.space.views(theta.clone()).items()}
     with torch.enable_grad():
         parts = torch.autograd.grad(-prior.log_prob(views), list(views.values()))
     total = torch.cat([part.flatten() for part in parts])
-    weights = list(shell.weights.values())
+    weights, readings = list(shell.weights.values()), data.readings
     for batch in data.in_order(CHUNK, theta.device):
         with torch.enable_grad():
             outputs = shell(batch.inputs)
-            loss = -posterior.likelihood.log_prob(outputs, batch.targets, batch.mask).sum()
+            loss = -posterior.likelihood.log_prob(outputs, batch.targets, batch.mask).sum() / readings
             found = torch.autograd.grad(loss, weights, materialize_grads=True)
         total = total + torch.cat([g.flatten().to(total) for g in found])
     return total
@@ -182,7 +182,7 @@ def _score(posterior: Posterior, batch: Batch, way: Way) -> float:
 
 
 def _log_likelihood(posterior: Posterior, theta: Tensor, data: Any) -> float:
-    """log p(D | θ), summed in float64."""
+    """log p(D | θ), summed in float64 and scaled to N examples."""
     total, mean = 0.0, posterior.law.mean
     batches = data.in_order(CHUNK, theta.device) if isinstance(data, Batches) else data
     with posterior.at_mean.borrow() as shell, torch.no_grad():
@@ -192,7 +192,7 @@ def _log_likelihood(posterior: Posterior, theta: Tensor, data: Any) -> float:
             values = posterior.likelihood.log_prob(shell(inputs), batch.targets.to(theta.device), batch.mask)
             total += float(values.double().sum())
         shell.load(mean)
-    return total
+    return total / data.readings if isinstance(data, Batches) else total
 
 
 def _log_prior(posterior: Posterior, theta: Tensor, prior: Prior) -> float:

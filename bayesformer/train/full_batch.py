@@ -2,7 +2,8 @@
 
     U(θ) = -Σ_n log p(y_n | x_n, θ) - log p(θ)
 
-with its gradient, its Gauss-Newton matrix and products with that. Sums are over N examples, not means. Random data
+with its gradient, its Gauss-Newton matrix and products with that. Sums are over N examples, not means; where a pass
+over the data gives another number of them (`Batches.readings`), they are scaled to N. Random data
 (augmentation) have another log-likelihood in every reading: U is its average over several, which are always the same.
 """
 
@@ -78,9 +79,9 @@ class FullBatch:
         with torch.no_grad():
             for batch in data.in_order(self.prototype.gradient_examples, self.shell.theta.device):
                 with self._pass():
-                    total -= float(self._log_prob(batch).double().sum()) / data.readings
+                    total -= float(self._log_prob(batch).double().sum())
         self.epochs += FORWARD * share * data.readings
-        return total / share - float(self.prior.log_prob(theta).double())
+        return total / (share * data.readings) - float(self.prior.log_prob(theta).double())
 
     def _some(self, examples: int | None) -> tuple[Batches, float]:
         """Some examples drawn at random, the same in every call, and their share of the data; all of them for None."""
@@ -101,18 +102,18 @@ class FullBatch:
         return total, shell.grad.clone()
 
     def slopes(self, theta: Tensor) -> Tensor:
-        """(R, P): the gradient of the negative log-likelihood in each of the R readings of random data."""
+        """(R, P): the gradient of the negative log-likelihood in each of R readings of random data."""
         shell, rows = self.shell, []
         shell.load(theta)
         assert shell.grad is not None
-        for number in range(self.data.readings):
+        for number in range(self.data.realisations):
             shell.grad.zero_()
             reading = self.data.realisation(number)
-            self._add_slopes(reading.in_order(self.prototype.gradient_examples, theta.device), 1)
+            self._add_slopes(reading.in_order(self.prototype.gradient_examples, theta.device), reading.readings)
             rows.append(shell.grad.clone())
         return torch.stack(rows)
 
-    def _add_slopes(self, batches: Iterable[Batch], readings: int) -> float:
+    def _add_slopes(self, batches: Iterable[Batch], readings: float) -> float:
         """The negative log-likelihood of the batches over `readings`; its gradient is added to the shell's."""
         total, seen = 0.0, 0
         for batch in batches:

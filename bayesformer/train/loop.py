@@ -170,7 +170,10 @@ def _begin(job: Job) -> TrainingRun:
 
 def _ended(run: TrainingRun, job: Job, epochs: int | None = None) -> bool:
     done = run.epoch if epochs is None else epochs
-    return done >= job.training.epochs or run.total >= job.steps or bool(run.stopped.all())
+    planned = job.collect is not None and run.total < max(
+        job.collect.steps, default=0
+    )  # epochs of a stream may be shorter
+    return (done >= job.training.epochs and not planned) or run.total >= job.steps or bool(run.stopped.all())
 
 
 def _epoch(run: TrainingRun, job: Job, saver: checkpoints.Saver) -> None:

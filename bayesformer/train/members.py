@@ -85,14 +85,22 @@ class Stage:
     @property
     def steps(self) -> int:
         """Steps that a member makes, at most."""
-        if self.chunk is not None:
-            return self.training.steps(1)
+        return self.training.steps(1 if self.chunk is not None else self.steps_per_epoch)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of one pass over the data."""
         joined = self.prototype.moves_buffers
         per_epoch = self.prototype.data.steps(self.training.batch_size, join_single=joined)
         if per_epoch is None:
             size = self.prototype.data.batch_size or self.training.batch_size
             per_epoch = -(-self.problem.num_data // size)
-        return self.training.steps(per_epoch)
+        return per_epoch
+
+    @property
+    def passes(self) -> int:
+        """Passes over the data that a member begins, at most; those of full-batch steps are checked by `WholeData`."""
+        return 1 if self.chunk is not None else -(-self.steps // self.steps_per_epoch)
 
     def skeleton(self, member: int) -> Skeleton:
         """The skeleton that a member is trained on."""
@@ -244,6 +252,7 @@ class Fitted:
 
 def fit_stage(stage: Stage, members: int) -> Fitted:
     """Train all members of a stage, however they are run."""
+    stage.problem.data.require_passes(stage.passes * members)
     strategy, results = _results(stage, range(members))
     found = [r.draws for r in results if r.draws is not None]
     draws = torch.cat(found) if found else None

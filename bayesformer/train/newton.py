@@ -68,7 +68,7 @@ def _reading_error(batch: FullBatch, theta: Tensor, found: Direction) -> float:
 
     A standard error, from how the gradients of the readings differ; 0 where data are not random.
     """
-    count = batch.data.readings
+    count = batch.data.realisations
     if count == 1:
         return 0.0
     rows = batch.slopes(theta)

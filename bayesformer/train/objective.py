@@ -27,6 +27,7 @@ from bayesformer.core.vectors import THETA
 from bayesformer.data.all_data import WholeData
 from bayesformer.layers import has_random_parts, kl_divergence
 from bayesformer.likelihoods import Likelihood
+from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.calling import apply
 from bayesformer.model.randomness import plain_attention
 from bayesformer.model.shell import Shell
@@ -101,7 +102,7 @@ def check_batch(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> None:
     Inside a transformation of torch.func values cannot be looked at: nothing is checked there.
     """
     if not transformed() and bool(likelihood.kept(batch.targets, batch.mask).any()):
-        likelihood.check(outputs, batch.targets, batch.mask)
+        check_rows(likelihood, outputs, batch.targets, batch.mask, " of a batch")
 
 
 class Objective:
@@ -153,7 +154,7 @@ class Objective:
         """
         theta = params[THETA]
         if isinstance(batch, WholeData):
-            value, gradient = self.over(params, batch)
+            value, gradient = self.over(params, batch, batch.data.rows)
             return value, value.new_empty(0), gradient
         if theta.dim() > 1:
             return self._batched(theta, batch)
@@ -175,7 +176,10 @@ class Objective:
             seen += len(batch.targets)
             total = total + self._accumulate(batch, len(batch.targets) / count, kappa)[0]
         if seen != count:
-            raise ValueError(f"examples must be what the batches hold together; got {count}, they hold {seen}.")
+            raise ValueError(
+                f"examples must be what the batches hold together; got {count}, they hold {seen}. Data must give "
+                "as many examples in every pass, and num_data says how many these stand for."
+            )
         return total, {THETA: self._grad}
 
     @property

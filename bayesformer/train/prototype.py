@@ -20,6 +20,7 @@ from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.data.realisations import averaged
 from bayesformer.layers.preparation import Preparation
 from bayesformer.likelihoods.language import batches_for, check_tokens, resolve
+from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.adapters import adapters_of, virtual_tokens
 from bayesformer.model.admission import check_names
 from bayesformer.model.checkpoint_watch import CheckpointWatch
@@ -270,7 +271,8 @@ class Prototype:
         # The labels of all examples against outputs of the first: only the number of classes matters.
         full = outputs[:1].expand(len(targets), *outputs.shape[1:])
         try:
-            self.likelihood.check(full, targets.to(outputs.device), None if mask is None else mask.to(outputs.device))
+            kept = None if mask is None else mask.to(outputs.device)
+            check_rows(self.likelihood, full, targets.to(outputs.device), kept)
         except ValueError as error:
             raise ValueError(f"{label} data: {error}{self._virtual_note(outputs, targets)}") from error
 

@@ -138,6 +138,7 @@ def find_modes(prototype: Prototype, name: str, prior: PriorSetting | None, shar
         starts = [prototype.start(chain) for chain in range(chains)]
         theta = torch.stack([_earlier_or(prototype, start).theta for start in starts])
         return Modes(theta, {k: torch.stack([s.buffers[k] for s in starts]) for k in starts[0].buffers}, None)
+    prototype.data.require_passes(2)  # whatever asks for a mode reads the data again after it
     starts_ = None
     if prototype.problem.prior is not None:
         starts_ = [_earlier_or(prototype, prototype.start(chain)) for chain in range(chains)]

@@ -46,8 +46,8 @@ class WholeDataObjective:
         return self.objective.value_and_grad(params, batch)
 
     def over_all(self, params: Params) -> tuple[Tensor, Params]:
-        """Value and gradient over all N examples, chunk by chunk."""
-        return self.objective.over(params, self._batches())
+        """Value and gradient over all data, chunk by chunk: a mean over their rows, and the prior over N."""
+        return self.objective.over(params, self._batches(), self.data.rows)
 
     def _batches(self) -> Iterable[Batch]:
         device = self.shell.theta.device
