@@ -407,19 +407,25 @@ class Posterior:
         inputs: Any,
         draws: int | None = None,
         *,
+        predictive: Way | None = None,
         link: Link | None = None,
         seed: int = 0,
         batch_size: int | None = None,
         strategy: Strategy = "auto",
+        settings: Any = None,
         full: bool = False,
         top: int = TOP,
     ) -> Iterator[Predictive]:
         """Predictives of some examples at a time, in order: for data of any length in bounded memory.
 
         Each is what `predict` says of a group of up to `ROUND` examples, fewer where their outputs under all draws
-        would be more than `ROUND_NUMBERS` numbers. Always by draws of the weights ("sampled"). Options
-        as for `predict`; of a language model they are reduced in the same way.
+        would be more than `ROUND_NUMBERS` numbers; a batch at a time where outputs are Gaussian. Options as for
+        `predict`; of a language model they are reduced in the same way.
         """
+        way = self._way(predictive)
+        if way != "sampled":
+            yield from self._gaussian_parts(way, inputs, draws, link, seed, batch_size, settings, full, top)
+            return
         if self._reduces(full, top):
             yield from self._reduced(inputs, draws, link, seed, batch_size, strategy, top)
             return
@@ -446,44 +452,68 @@ class Posterior:
         top: int,
     ) -> Predictive:
         """The predictive of outputs that are Gaussian."""
-        chosen = self.link if link is None else link
+        if self._reduces(full, top):
+            parts = self._gaussian_parts(way, inputs, draws, link, seed, batch_size, settings, full, top)
+            return join_tokens([part for part in parts if isinstance(part, TokenPredictive)])
+        found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
+        return self._of_outputs(found, draws, link, seed)
+
+    def _of_outputs(self, found: Outputs, draws: int | None, link: Link | None, seed: int) -> Predictive:
+        """The predictive of Gaussian outputs, by the link and the number of draws that hold here."""
         count = self.default_draws if draws is None else draws
         self._check_draws(count, None)
+        return self._tempered(self.likelihood.predictive(found, self.link if link is None else link, count, seed))
+
+    def _gaussian_parts(
+        self,
+        way: Way,
+        inputs: Any,
+        draws: int | None,
+        link: Link | None,
+        seed: int,
+        batch_size: int | None,
+        settings: Any,
+        full: bool,
+        top: int,
+    ) -> Iterator[Predictive]:
+        """Predictives of one batch after another by Gaussian outputs, reduced where the likelihood reduces."""
+        data, asked_about = self._inputs(inputs), self
+        if way == "streamlined":
+            _check_gaussian(self, way)
+            asked_about = replace(self, calibration=(self.law, self._calibration(data)))
         if self._reduces(full, top):
-            return self._reduced_gaussian(way, inputs, count, chosen, seed, batch_size, settings, top)
-        found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
-        return self._tempered(self.likelihood.predictive(found, chosen, count, seed))
+            yield from asked_about._reduced_gaussian(way, data, draws, link, seed, batch_size, settings, top)
+            return
+        size = self._batch_size(batch_size)
+        for part in data.in_order(size, self.device):
+            found = asked_about._gaussian_outputs(way, TensorInputs(part), size, settings)
+            yield self._of_outputs(found, draws, link, seed)
 
     def _reduced_gaussian(
         self,
         way: Way,
-        inputs: Any,
-        draws: int,
+        data: InputBatches,
+        draws: int | None,
         link: Link | None,
         seed: int,
         batch_size: int | None,
         settings: Any,
         top: int,
-    ) -> TokenPredictive:
+    ) -> Iterator[TokenPredictive]:
         """The same, reduced batch by batch and, where the outputs are drawn, a few draws at a time."""
-        data = self._inputs(inputs)
-        asked_about = self
-        if way == "streamlined":
-            _check_gaussian(self, way)
-            asked_about = replace(self, calibration=(self.law, self._calibration(data)))
+        chosen, count = self.link if link is None else link, self.default_draws if draws is None else draws
+        self._check_draws(count, None)
         with self.at_mean.borrow() as shell, torch.no_grad():
             each = max(1, shell(inputs_to(data.first(1), self.device)).numel())
         size = max(1, min(self._batch_size(batch_size), PASS_NUMBERS // each))
-        parts = []
         for asked in data.labelled(size, self.device):
-            found = asked_about._gaussian_outputs(way, TensorInputs(asked.inputs), size, settings)
+            found = self._gaussian_outputs(way, TensorInputs(asked.inputs), size, settings)
             reduction = self._reduction(asked, None, 1.0, top)
-            for some, own_seed in drawn_in_groups(size * each, draws, link, seed):
-                made = self._tempered(self.likelihood.predictive(found, link, some, own_seed))
+            for some, own_seed in drawn_in_groups(size * each, count, chosen, seed):
+                made = self._tempered(self.likelihood.predictive(found, chosen, some, own_seed))
                 assert isinstance(made, CategoricalPredictive)
                 reduction.add_predictive(made)
-            parts.append(reduction.result())
-        return join_tokens(parts)
+            yield reduction.result()
 
     def _reduces(self, full: bool, top: int) -> bool:
         """Whether predictions are reduced; the likelihood decides, unless all probabilities are asked for."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributions as D
 
-from bayesformer.core.types import Draws, GaussianOutputs
+from bayesformer.core.types import Draws, GaussianOutputs, symmetric_root
 from bayesformer.likelihoods import (
     LINK_DRAWS,
     Bernoulli,
@@ -251,3 +251,15 @@ def test_the_noise_is_known_to_those_who_have_it():
         assert other.noise_scale is None
         with pytest.raises(ValueError, match="must have a known noise scale to change it to 0.7; got"):
             other.with_noise_scale(0.7)
+
+
+def test_a_symmetric_root_is_the_same_in_every_basis_of_equal_eigenvalues():
+    """Eigenvectors may be turned within a space of equal eigenvalues, by rounding alone; draws must not turn."""
+    torch.manual_seed(0)
+    turn, _ = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))
+    values = torch.tensor([2.0, 2.0, 2.0, 0.5, 0.5, 0.0], dtype=torch.float64)
+    covariance = (turn * values) @ turn.mT
+    rounded = covariance + 1e-14 * torch.randn(6, 6, dtype=torch.float64)
+    root, other = symmetric_root(covariance), symmetric_root((rounded + rounded.mT) / 2)
+    torch.testing.assert_close(root @ root, covariance, rtol=0, atol=1e-12)
+    torch.testing.assert_close(other, root, rtol=0, atol=1e-12)

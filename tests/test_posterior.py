@@ -186,8 +186,20 @@ def test_predict_batches_of_large_outputs_are_small(monkeypatch):
     monkeypatch.setattr("bayesformer.posterior.ROUND_NUMBERS", 2 * 6 * 3 * 9)
     shapes = [part.log_probs.shape[1] for part in model.predict_batches(inputs, batch_size=4)]
     assert shapes == [12, 12, 12, 4]  # nine examples would be enough numbers, in whole batches
-    with pytest.raises(TypeError, match="predictive"):
-        next(model.predict_batches(inputs, predictive="linearised"))
+
+
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+@pytest.mark.parametrize("way", ["linearised", "streamlined", "sampled"])
+def test_batches_are_predicted_in_the_posteriors_own_way(way):
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.randint(2, (40,))
+    posterior = bf.laplace(Mlp().eval(), (x, y), likelihood="categorical", predictive=way)
+    parts = list(posterior.predict_batches(x, batch_size=16))
+    for score in ("probs", "epistemic"):
+        joined = torch.cat([getattr(part, score) for part in parts])
+        torch.testing.assert_close(joined, getattr(posterior.predict(x, batch_size=16), score), atol=1e-5, rtol=1e-4)
+    asked = torch.cat([part.probs for part in posterior.predict_batches(x, predictive="linearised", batch_size=7)])
+    torch.testing.assert_close(asked, posterior.predict(x, predictive="linearised").probs, atol=1e-5, rtol=1e-4)
 
 
 def test_outputs_that_do_not_fit_together_are_named():

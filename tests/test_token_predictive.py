@@ -44,16 +44,19 @@ def some(count=B, length=T):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
+ROUNDED = 1e-4  # logits are about 100, and their last digits depend on the size of the batch and on the machine
+
+
 def check_equal(reduced, whole, labels):
     """A reduced predictive against the full one."""
     for name in ("total", "aleatoric", "epistemic"):
-        torch.testing.assert_close(getattr(reduced, name).float(), getattr(whole, name), rtol=0, atol=2e-6)
+        torch.testing.assert_close(getattr(reduced, name).float(), getattr(whole, name), rtol=0, atol=ROUNDED)
     best = whole.probs.topk(reduced.top_probs.shape[-1], dim=-1)
-    torch.testing.assert_close(reduced.top_probs.float(), best.values, rtol=0, atol=1e-6)
+    torch.testing.assert_close(reduced.top_probs.float(), best.values, rtol=0, atol=ROUNDED)
     assert torch.equal(reduced.labels, whole.labels)
     ours, answers = bf.NextToken().pairs(reduced, labels)
     theirs, _ = bf.NextToken().pairs(whole, labels)
-    torch.testing.assert_close(ours.log_prob(answers).float(), theirs.log_prob(answers), rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours.log_prob(answers).float(), theirs.log_prob(answers), rtol=0, atol=ROUNDED)
 
 
 @pytest.mark.parametrize("kind", ["adapters", "all weights", "tempered", "dropout", "small rounds"])
@@ -121,10 +124,10 @@ def test_labels_come_with_any_form_of_data_and_may_be_missing():
     pair = bf.Data(inputs, data["labels"])
     rows = [{name: value[row] for name, value in data.items()} for row in range(B)]
     for form in (pair, (inputs, data["labels"]), rows, torch.utils.data.DataLoader(rows, batch_size=2)):
-        torch.testing.assert_close(posterior.predict(form).target_log_prob, found.target_log_prob)
+        torch.testing.assert_close(posterior.predict(form).target_log_prob, found.target_log_prob, rtol=0, atol=ROUNDED)
     without = posterior.predict(inputs)
     assert without.targets is None
-    torch.testing.assert_close(without.total, found.total)
+    torch.testing.assert_close(without.total, found.total, rtol=0, atol=ROUNDED)
     with pytest.raises(ValueError, match="give them to predict as 'labels'"):
         bf.NextToken().pairs(without, data["labels"])[0].log_prob(data["labels"][:, 1:][counted])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -45,10 +45,11 @@ def _autocast_off() -> Iterator[None]:
 
 def _each_step(steps: Generator[Any, None, None]) -> Iterator[Any]:
     """The items of a generator; between them the caller's own code runs under his autocast."""
-    while True:
-        with _autocast_off():
-            try:
-                item = next(steps)
-            except StopIteration:
-                return
-        yield item
+    with closing(steps):
+        while True:
+            with _autocast_off():
+                try:
+                    item = next(steps)
+                except StopIteration:
+                    return
+            yield item

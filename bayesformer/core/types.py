@@ -106,10 +106,8 @@ class GaussianOutputs(NamedTuple):
 
     @classmethod
     def of(cls, mean: Tensor, covariance: Tensor) -> GaussianOutputs:
-        """From a covariance (B, ..., K, K), which may be singular."""
-        # eigh, not Cholesky: rank below K is common (softmax is blind to one direction).
-        values, vectors = torch.linalg.eigh(covariance)
-        return cls(mean, torch.zeros_like(mean), vectors * values.clamp_min(0).sqrt().unsqueeze(-2))
+        """From a covariance (B, ..., K, K), which may be singular: the factor is its symmetric root."""
+        return cls(mean, torch.zeros_like(mean), symmetric_root(covariance))
 
     @property
     def variance(self) -> Tensor:
@@ -135,6 +133,19 @@ class GaussianOutputs(NamedTuple):
         if self.factor is not None:
             values = values + (self.factor @ noise[:, size:].mT).movedim(-1, 0)
         return values
+
+
+def symmetric_root(covariance: Tensor) -> Tensor:
+    """(..., K, K): R with R R = covariance, which may be singular, as where softmax loses a direction.
+
+    Signs of eigenvectors, and bases of equal eigenvalues, differ between machines and between batches; the symmetric
+    root does not, so that draws made with it are the same. Eigenvalues that are rounding count as 0, for their roots
+    would not be small.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    least = values.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:].clamp_min(0)
+    roots = values.where(values > least, torch.zeros_like(values)).sqrt()
+    return (vectors * roots.unsqueeze(-2)) @ vectors.mT
 
 
 def matched_normals(draws: int, size: int, source: torch.Generator) -> Tensor:

@@ -296,7 +296,7 @@ def _rotated(prototype: Prototype, theta: Tensor) -> tuple[Tensor, Tensor]:
 def _own_answers(plain: Posterior, inputs: Any) -> tuple[Tensor, float]:
     """The network's own answers on the anchors, and the mean of their negative log-likelihood without noise."""
     answers, losses = [], []
-    for part in plain.predict_batches(inputs, draws=1, full=True):
+    for part in plain.predict_batches(inputs, draws=1, predictive="sampled", full=True):
         own = part.labels if isinstance(part, CategoricalPredictive) else part.mean  # type: ignore[attr-defined]
         answers.append(own)
         losses.append(-_log_prob(part, own))
@@ -306,7 +306,7 @@ def _own_answers(plain: Posterior, inputs: Any) -> tuple[Tensor, float]:
 def _loss(posterior: Posterior, inputs: Any, answers: Tensor, samples: int) -> float:
     """The mean negative log-likelihood of the answers; more draws come in smaller parts of the anchors."""
     losses, seen = [], 0
-    for part in posterior.predict_batches(inputs, draws=samples, full=True):
+    for part in posterior.predict_batches(inputs, draws=samples, predictive="sampled", full=True):
         own = answers[seen : seen + part.shape[0]]
         losses.append(-_log_prob(part, own).flatten().double())
         seen += part.shape[0]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bayesformer.core.types import GaussianOutputs, Inputs
+from bayesformer.core.types import GaussianOutputs, Inputs, symmetric_root
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
@@ -379,15 +379,16 @@ def _ones(mean: Tensor) -> Tensor:
 
 def _through(basis: Tensor, inner: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factor (B, S, K, rank) and what is left on the diagonal, (B, S, K), of Q inner Qᵀ; exact on its diagonal."""
-    values, vectors = torch.linalg.eigh(inner)
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    root = root.flip(-1)  # largest first
-    factor = basis @ root[..., :rank]
     left = basis.new_zeros(*inner.shape[:2], len(basis))
-    if rank < root.shape[-1]:
-        for row, rest in zip(left.view(-1, len(basis)), root[..., rank:].flatten(0, 1), strict=True):
-            row.copy_((basis @ rest).square().sum(-1))  # one at a time: (K, D) numbers each
-    return factor, left
+    if rank >= inner.shape[-1]:
+        return basis @ symmetric_root(inner), left
+    values, vectors = torch.linalg.eigh(inner)
+    signs = vectors.sum(-2, keepdim=True).sign()  # the same eigenvectors in every batch
+    root = vectors * signs * values.clamp_min(0).sqrt().unsqueeze(-2)
+    root = root.flip(-1)  # largest first
+    for row, rest in zip(left.view(-1, len(basis)), root[..., rank:].flatten(0, 1), strict=True):
+        row.copy_((basis @ rest).square().sum(-1))  # one at a time: (K, D) numbers each
+    return basis @ root[..., :rank], left
 
 
 def _gaussian(mean: Tensor, covariance: Tensor) -> GaussianOutputs:
@@ -397,8 +398,9 @@ def _gaussian(mean: Tensor, covariance: Tensor) -> GaussianOutputs:
         return GaussianOutputs(mean, covariance.view(mean.shape))
     covariance = covariance.view(*mean.shape, width)
     factor, failed = torch.linalg.cholesky_ex(covariance)
-    if failed.any():  # singular: the slower root
-        return GaussianOutputs.of(mean, covariance)
+    singular = failed > 0
+    if singular.any():  # the slower root for these alone: the others are as in any other batch
+        factor[singular] = symmetric_root(covariance[singular])
     return GaussianOutputs(mean, torch.zeros_like(mean), factor)
 
 
