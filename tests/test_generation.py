@@ -384,3 +384,13 @@ def test_a_tap_on_a_token_shows_the_alternatives_of_two_draws(tmp_path):
         browser.show(path, 390, "light")
         tops = [browser.js(f"document.querySelectorAll('button.token')[{i}].offsetTop") for i in range(3)]
         assert tops[0] == tops[1] < tops[2]
+
+
+def test_settings_of_the_models_own_generate_that_are_not_used_are_told(caplog):
+    held, ids = posterior(llama()), prompts()
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    held.generate(given, max_new_tokens=1)
+    assert not caplog.records
+    held.model.generation_config.repetition_penalty = 5.0
+    held.generate(given, max_new_tokens=1)
+    assert "generation settings of the model that are not used: repetition_penalty=5.0" in caplog.text

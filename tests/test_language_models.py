@@ -256,15 +256,24 @@ def test_labels_that_are_the_inputs_make_it_next_token(build, given, caplog):
     assert "NextToken()" in caplog.text
 
 
-def test_the_line_counts_padding_that_counts(caplog):
+@pytest.mark.parametrize("likelihood", ["categorical", NextToken()])
+def test_labels_of_padding_that_count_are_told(likelihood, caplog):
     tokens = ids()
     mask = torch.ones_like(tokens)
-    mask[0, 4:] = 0
-    resolve("categorical", gpt2(), batch_of(tokens, attention_mask=mask))
-    assert "3 labels where attention_mask is 0 count; set them to -100" in caplog.text
-    caplog.clear()
-    resolve("categorical", gpt2(), batch_of(tokens, tokens.masked_fill(mask == 0, -100), attention_mask=mask))
-    assert "attention_mask" not in caplog.text
+    mask[0, 4:], mask[1, :2] = 0, 0
+
+    def fit(labels):
+        caplog.clear()
+        data = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        bf.fit(gpt2(), data, likelihood=likelihood, training=bf.Training(max_steps=1))
+        return caplog.text
+
+    said = fit(tokens)
+    assert "labels count where attention_mask is 0; -100 would leave them out" in said
+    ignored = tokens.masked_fill(mask == 0, -100)
+    assert "1 labels are the first token after padding, predicted from a pad" in fit(ignored)
+    ignored[1, 2] = -100
+    assert "padding" not in fit(ignored)
 
 
 @pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: {"input_ids": x}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
 
 ALTERNATIVES = 5  # tokens kept at every step, of the average and of each draw
 TRIAL = 4  # tokens of a trial pass
+NOT_USED: dict[str, Any] = {  # settings of transformers' generate that change its tokens, with what leaves them alone
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": {},
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+log = logging.getLogger("bayesformer")
 
 
 class Step(NamedTuple):
@@ -114,6 +129,15 @@ def end_tokens(model: Any, stop: Any, tokenizer: Any) -> Ending:
     return Ending(ends | {entry for entry in given if isinstance(entry, int)}, texts, tokenizer)
 
 
+def warn_of_settings(model: Any) -> None:
+    """Say in the log which of the model's generation settings would change its own `generate` and are not used here."""
+    config = getattr(unwrapped(model), "generation_config", None)
+    found = {name: getattr(config, name, None) for name in NOT_USED}
+    told = [f"{name}={value}" for name, value in found.items() if value not in (None, NOT_USED[name])]
+    if told:
+        log.warning("generation settings of the model that are not used: %s.", ", ".join(told))
+
+
 def pad_token(model: Any, ending: Ending) -> int:
     """What stands after the end of a sequence: the model's pad token, its end token, or 0."""
     base = unwrapped(model)
@@ -167,6 +191,7 @@ def write(
     prompts = as_prompts(posterior.model, inputs, tokenizer, posterior.device)
     check_length(posterior.model, int(prompts.mask.sum(1).max()), max_new_tokens)
     ending = end_tokens(posterior.model, stop, tokenizer)
+    warn_of_settings(posterior.model)
     pad, generator = pad_token(posterior.model, ending), torch.Generator(posterior.device).manual_seed(seed)
     running = torch.ones(len(prompts.ids), dtype=torch.bool, device=posterior.device)
     steps: list[Step] = []

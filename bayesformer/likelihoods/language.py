@@ -54,9 +54,8 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
         return known
     if _labels_are_inputs(known, batch):
         logger.warning(
-            "labels equal input_ids on %s: the likelihood is NextToken(), logits at t against labels at t + 1.%s",
+            "labels equal input_ids on %s: the likelihood is NextToken(), logits at t against labels at t + 1.",
             type(base).__name__,
-            _padding_note(known, batch),
         )
         return shifted
     if outer:
@@ -217,13 +216,25 @@ def _labels_are_inputs(likelihood: Likelihood, batch: Batch) -> bool:
     return bool((ids == batch.targets)[kept].all())
 
 
-def _padding_note(likelihood: Likelihood, batch: Batch) -> str:
-    """A sentence about labels that count although the attention mask calls them padding."""
-    mask = batch.inputs.get("attention_mask") if isinstance(batch.inputs, Mapping) else None
-    if mask is None or mask.shape != batch.targets.shape:
-        return ""
-    count = int((likelihood.kept(batch.targets, batch.mask) & (mask == 0)).sum())
-    return f" {count} labels where attention_mask is 0 count; set them to -100 to leave them out." if count else ""
+def warn_of_padding(likelihood: Likelihood, inputs: Inputs, targets: Tensor, mask: Tensor | None, label: str) -> None:
+    """Say in the log that labels of tokens count although the attention mask calls their inputs padding.
+
+    They count as in the loss of transformers: a label of padding is learned, and so is the first token after padding on
+    the left, from the logits at a pad.
+    """
+    attended = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if not likelihood.ahead or attended is None or attended.shape != targets.shape:
+        return
+    kept, padding = likelihood.kept(targets, mask), attended == 0
+    count, first = int((kept & padding).sum()), int((kept[:, 1:] & ~padding[:, 1:] & padding[:, :-1]).sum())
+    if count:
+        logger.warning("%s data: %d labels count where attention_mask is 0; -100 would leave them out.", label, count)
+    if first:
+        logger.warning(
+            "%s data: %d labels are the first token after padding, predicted from a pad; -100 would leave them out.",
+            label,
+            first,
+        )
 
 
 def _input_ids(inputs: Inputs) -> Tensor | None:

@@ -19,7 +19,7 @@ from bayesformer.data.in_memory import batch_to
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.data.realisations import averaged
 from bayesformer.layers.preparation import Preparation
-from bayesformer.likelihoods.language import batches_for, check_tokens, resolve
+from bayesformer.likelihoods.language import batches_for, check_tokens, resolve, warn_of_padding
 from bayesformer.likelihoods.target_rows import check_rows
 from bayesformer.model.adapters import adapters_of, virtual_tokens
 from bayesformer.model.admission import check_names
@@ -268,6 +268,7 @@ class Prototype:
             raise ValueError(f"model must return one output per example; got {len(outputs)} for {len(batch.targets)}.")
         whole = data.tensors
         targets, mask = (batch.targets, batch.mask) if whole is None else (whole.targets, whole.mask)
+        warn_of_padding(self.likelihood, batch.inputs if whole is None else whole.inputs, targets, mask, label)
         # The labels of all examples against outputs of the first: only the number of classes matters.
         full = outputs[:1].expand(len(targets), *outputs.shape[1:])
         try:
