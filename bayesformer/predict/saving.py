@@ -17,7 +17,7 @@ from bayesformer.core.seeds import stream
 from bayesformer.core.storage import checksum, plain, read_json, read_tensors, write_json, write_tensors
 from bayesformer.laws import from_tensors
 from bayesformer.layers.preparation import Preparation, prepared_tree
-from bayesformer.model.adapters import adapters_of, used_weights
+from bayesformer.model.adapters import adapters_of, unwrapped_names, used_weights
 from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
@@ -133,15 +133,24 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
-    """A hash of the weights that passes use and a file does not hold: draws for one base are wrong on another."""
-    return checksum({name: p for name, p in used_weights(model).items() if name not in in_file})
+    """A hash of the weights that passes use and a file does not hold: draws for one base are wrong on another.
+
+    A weight counts by the name it has without adapters around its layer, since those that are not active may be any.
+    """
+    left = {name: p for name, p in used_weights(model).items() if name not in in_file}
+    names = unwrapped_names(model, left)
+    return checksum({names[name]: p for name, p in left.items()})
 
 
 def _is_base(model: nn.Module, in_file: Set[str], fingerprint: str) -> bool:
-    """Whether the weights outside a file are those it was made for; earlier files counted what no pass uses, too."""
+    """Whether the weights outside a file are those it was made for.
+
+    Earlier files took names as PEFT gives them, and the first of these counted what no pass uses, too.
+    """
     if fingerprint == base_fingerprint(model, in_file):
         return True
-    return fingerprint == checksum({name: p for name, p in model.named_parameters() if name not in in_file})
+    earlier = used_weights(model), dict(model.named_parameters())
+    return any(fingerprint == checksum({n: p for n, p in ws.items() if n not in in_file}) for ws in earlier)
 
 
 def _sum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
