@@ -5,7 +5,14 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import bayesformer as bf
@@ -200,6 +207,31 @@ def test_an_adapter_that_is_not_active_may_be_around_any_layer(tmp_path):
     torch.nn.init.normal_(other.base_model.model.bert.pooler.dense.base_layer.weight)
     with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
         bf.Posterior.load(tmp_path / "two", other)
+
+
+PROMPTS = {
+    "prompt": (PromptTuningConfig, {}),
+    "prefix": (PrefixTuningConfig, {}),
+    "prefix by a network": (PrefixTuningConfig, {"prefix_projection": True, "encoder_hidden_size": 8}),
+    "p-tuning": (PromptEncoderConfig, {"encoder_hidden_size": 8}),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings"), PROMPTS.values(), ids=PROMPTS)
+def test_a_prompt_or_prefix_loads_on_the_plain_base(kind, settings, tmp_path):
+    config = kind(task_type="SEQ_CLS", num_virtual_tokens=3, **settings)
+    posterior = fitted(bf.Ensemble(2), get_peft_model(base(), config))
+    posterior.save(tmp_path)
+    whole = bf.Posterior.load(tmp_path, base())
+    assert torch.equal(whole.predict(batch()).probs, posterior.predict(batch()).probs)
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path, base(seed=7))
+
+
+def test_what_peft_refuses_is_told_in_its_words(tmp_path):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    with pytest.raises(bf.DamagedFileError, match="has an adapter that PEFT refuses: Target modules"):
+        bf.Posterior.load(tmp_path, torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
 def test_of_two_active_adapters_no_file_holds_one_alone(tmp_path, caplog):

@@ -27,6 +27,7 @@ OF_NO_ADAPTER = {  # those of an adapter; where it sits is told by the names of 
     *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "init_lora_weights", "init_weights", "bias", "runtime_config", "megatron_config"),
     *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
 }
 DROPOUT = "drop"  # part of the names of dropout rates, which count where draws are of dropout
 TOKEN = "_token_id"
