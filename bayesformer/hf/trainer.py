@@ -13,6 +13,7 @@ from bayesformer.core.errors import unknown_name
 from bayesformer.core.types import Batch, Params, Transform
 from bayesformer.core.vectors import THETA, blank
 from bayesformer.data.forms import as_batches
+from bayesformer.data.labels import SPAN
 from bayesformer.hf.collected import checkpoint_folders, read_collected, write_collected
 from bayesformer.hf.tasks import likelihood_of
 from bayesformer.inference import swag
@@ -29,7 +30,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("bayesformer.hf needs transformers: pip install 'bayesformer[hf]'.") from error
 
-SPAN, IGNORED = ("start_positions", "end_positions"), -100  # labels of question answering by their names in its loss
+IGNORED = -100
 WAYS_TO_COLLECT = ("swag", "snapshots")
 MOMENTS, COUNTS = ("params", "variance", "deviations"), ("snapshots", "step")  # what the state of swag remembers
 

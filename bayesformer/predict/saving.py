@@ -57,6 +57,7 @@ def save(posterior: Posterior, folder: Path, calibration: Calibration | None = N
         **{name: getattr(posterior, name) for name in (*PLAIN, "tempering")},
         "configuration": configuration_of(model, bool(posterior.noisy_draws)),
         "base": base_fingerprint(model, {*learned, *frozen}),
+        "base_dtypes": base_dtypes(model, {*learned, *frozen}),
         "facts": plain(posterior.facts),
     }
     if calibration is not None:
@@ -98,7 +99,9 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     if difference is not None:
         raise DamagedFileError(f"posterior {folder} belongs to another model: {difference}.")
     if not _is_base(base, {*infer, *frozen}, saved["base"]):
-        raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
+        here, there = base_dtypes(base, {*infer, *frozen}), saved.get("base_dtypes")  # earlier files have none
+        cast = "" if there in (None, here) else f": they are {', '.join(here)}, and {', '.join(there)} in the file"
+        raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ{cast}.")
     device = dict(base.named_parameters(remove_duplicate=False))[infer[0]].device
     own = {k: v for k, v in tensors.items() if k.partition(".")[0] not in {"frozen", CALIBRATION}}
     law = from_tensors({k: v.to(device) for k, v in own.items()})
@@ -140,6 +143,11 @@ def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
     left = {name: p for name, p in used_weights(model).items() if name not in in_file}
     names = unwrapped_names(model, left)
     return checksum({names[name]: p for name, p in left.items()})
+
+
+def base_dtypes(model: nn.Module, in_file: Set[str]) -> list[str]:
+    """The precisions of these weights, in order: a cast model is another one, and an error can say so."""
+    return sorted({str(p.dtype) for name, p in used_weights(model).items() if name not in in_file})
 
 
 def _is_base(model: nn.Module, in_file: Set[str], fingerprint: str) -> bool:
