@@ -16,7 +16,7 @@ LABEL_KEYS = ("labels", "targets", "label", "label_ids")
 """Keys of a dict example that hold its target; the first one present does."""
 SPAN = ("start_positions", "end_positions")
 """Keys that hold it in two parts, where a dict has none of these: an answer in a text, as transformers names it."""
-KEYS = "labels, targets, label or label_ids (or both start_positions and end_positions)"
+KEYS = "labels, targets, label or label_ids"
 
 
 def label_key(keys: Any) -> str | None:
