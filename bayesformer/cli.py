@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bayesformer.bench.arguments import parser
 from bayesformer.core.errors import unknown_name
+from bayesformer.core.storage import read_json
 
 if TYPE_CHECKING:
     from bayesformer.bench.records import Stored
@@ -178,7 +179,14 @@ def generate(arguments: argparse.Namespace) -> int:
 
     if arguments.html is not None:
         _check_file(arguments.html, "--html")
-    model, tokenizer = read_model(arguments.model, arguments.gguf)
+    read_json(arguments.posterior / "posterior.json", "posterior")  # before the model, which takes its time
+    try:
+        model, tokenizer = read_model(arguments.model, arguments.gguf)
+    except OSError as error:
+        if Path(arguments.model).exists():
+            raise
+        what = f"model must be a folder of transformers; {arguments.model} does not exist, nor is it found on the Hub."
+        raise ValueError(what) from error
     found = Posterior.load(arguments.posterior, model).generate(
         arguments.prompt,
         arguments.draws,

@@ -58,7 +58,7 @@ from bayesformer.predict.self_check import self_check
 from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamliner
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
 from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
-from bayesformer.predict.tempering import best_temperature
+from bayesformer.predict.tempering import best_temperature, with_temperature
 from bayesformer.predict.token_reduction import MISSING, TOP, TokenReduction, drawn_in_groups, reduced_rounds
 from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
@@ -259,7 +259,7 @@ class Posterior:
         gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
         far they score below the mean, and whether linearised and sampled outputs spread alike.
         """
-        return self_check(self, batches_for(self.model, as_batches(data, "data")))
+        return self_check(self, batches_for(self.model, as_batches(data, "data"), self.likelihood))
 
     @without_autocast
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
@@ -566,7 +566,8 @@ class Posterior:
         """
         plain = replace(self, tempering=1.0)
         found, gained = best_temperature(plain, validation)
-        return replace(plain, tempering=found, facts={**self.facts, "calibrated": {"temperature": found, **gained}})
+        facts = with_temperature(self.facts, found, gained)
+        return replace(plain, tempering=found, facts=facts)
 
     @without_autocast
     def conformal(self, calibration_data: Any, level: float = 0.9, seed: int = 0) -> Conformal:

@@ -5,7 +5,14 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import bayesformer as bf
@@ -154,15 +161,77 @@ def test_a_head_that_passes_use_must_be_the_same(tmp_path):
         bf.Posterior.load(tmp_path / "tied", tied(2))
 
 
-def test_files_whose_fingerprint_counts_idle_weights_still_load(tmp_path, monkeypatch):
+EARLIER = {
+    "names of PEFT": saving.used_weights,
+    "idle weights, too": lambda model: dict(model.named_parameters()),
+}
+
+
+@pytest.mark.parametrize("weights", EARLIER.values(), ids=EARLIER)
+def test_files_with_an_earlier_fingerprint_still_load(weights, tmp_path, monkeypatch):
+    def earlier(model, in_file):
+        return saving.checksum({name: p for name, p in weights(model).items() if name not in in_file})
+
     posterior = fitted(bf.Ensemble(2), adapted(with_head(1)))
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "used_weights", lambda model: dict(model.named_parameters()))
+        patch.setattr(saving, "base_fingerprint", earlier)
         posterior.save(tmp_path)
     again = bf.Posterior.load(tmp_path, adapted(with_head(1)))
     assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
+    other = adapted(with_head(1))
+    torch.nn.init.normal_(other.base_model.model.bert.pooler.dense.weight)
     with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
-        bf.Posterior.load(tmp_path, adapted(with_head(2)))
+        bf.Posterior.load(tmp_path, other)
+
+
+def with_idle(rank=2, **settings):
+    """The adapted model with a second adapter that is not active, around layers that the first leaves alone."""
+    model = adapted()
+    model.add_adapter("idle", LoraConfig(r=rank, target_modules=["key", "query", "pooler.dense"], **settings))
+    return model
+
+
+def test_an_adapter_that_is_not_active_may_be_around_any_layer(tmp_path):
+    posterior = fitted(bf.Ensemble(2))
+    posterior.save(tmp_path / "one")
+    expected = posterior.predict(batch()).probs
+    for other in (with_idle(), with_idle(modules_to_save=["LayerNorm"])):
+        assert torch.equal(bf.Posterior.load(tmp_path / "one", other).predict(batch()).probs, expected)
+    two = fitted(bf.Ensemble(2), with_idle())
+    two.save(tmp_path / "two")
+    expected = two.predict(batch()).probs
+    read = PeftModel.from_pretrained(base(), tmp_path / "two", is_trainable=True)
+    for other in (base(), adapted(), read, with_idle(), with_idle(rank=4)):
+        assert torch.equal(bf.Posterior.load(tmp_path / "two", other).predict(batch()).probs, expected)
+    other = with_idle()
+    torch.nn.init.normal_(other.base_model.model.bert.pooler.dense.base_layer.weight)
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path / "two", other)
+
+
+PROMPTS = {
+    "prompt": (PromptTuningConfig, {}),
+    "prefix": (PrefixTuningConfig, {}),
+    "prefix by a network": (PrefixTuningConfig, {"prefix_projection": True, "encoder_hidden_size": 8}),
+    "p-tuning": (PromptEncoderConfig, {"encoder_hidden_size": 8}),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings"), PROMPTS.values(), ids=PROMPTS)
+def test_a_prompt_or_prefix_loads_on_the_plain_base(kind, settings, tmp_path):
+    config = kind(task_type="SEQ_CLS", num_virtual_tokens=3, **settings)
+    posterior = fitted(bf.Ensemble(2), get_peft_model(base(), config))
+    posterior.save(tmp_path)
+    whole = bf.Posterior.load(tmp_path, base())
+    assert torch.equal(whole.predict(batch()).probs, posterior.predict(batch()).probs)
+    with pytest.raises(bf.DamagedFileError, match="frozen weights differ"):
+        bf.Posterior.load(tmp_path, base(seed=7))
+
+
+def test_what_peft_refuses_is_told_in_its_words(tmp_path):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    with pytest.raises(bf.DamagedFileError, match="has an adapter that PEFT refuses: Target modules"):
+        bf.Posterior.load(tmp_path, torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
 def test_of_two_active_adapters_no_file_holds_one_alone(tmp_path, caplog):
@@ -249,4 +318,4 @@ def test_files_without_a_configuration_load_as_they_did(tmp_path, monkeypatch):
     x, y = torch.randn(8, 2), torch.randint(2, (8,))
     plain = bf.fit(torch.nn.Linear(2, 2), (x, y), likelihood="categorical", training=bf.Training(1))
     assert bf.Posterior.load(plain.save(tmp_path / "plain"), torch.nn.Linear(2, 2))
-    assert json.loads((tmp_path / "plain" / "posterior.json").read_text())["configuration"] == {}
+    assert [*json.loads((tmp_path / "plain" / "posterior.json").read_text())["configuration"]] == ["modules"]

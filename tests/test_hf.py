@@ -159,12 +159,12 @@ def test_extractive_question_answering():
     torch.testing.assert_close(-value.mean() / 2, own.loss)
 
 
-def trainer(tmp_path, callbacks=(), epochs=6):
+def trainer(tmp_path, callbacks=(), epochs=6, **checkpoints):
     model = bert(BertForSequenceClassification, num_labels=2)
     settings = TrainingArguments(
         str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
-        save_strategy="no", lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, logging_strategy="no",
-        dataloader_pin_memory=False, seed=0,
+        lr_scheduler_type="constant", use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        dataloader_pin_memory=False, seed=0, **({"save_strategy": "no"} | checkpoints),
     )  # fmt: skip
     data = [{**row, "note": "a column that the model does not take"} for row in bf.hf.encode(rows(), tokenizer())]
     from transformers import DataCollatorWithPadding
@@ -190,6 +190,34 @@ def test_a_trainer_collects_a_posterior(tmp_path):
     assert kept.predict(batch).epistemic.max() > 0
     kept.save(tmp_path / "p")
     assert torch.equal(bf.Posterior.load(tmp_path / "p", run.model).predict(batch).probs, kept.predict(batch).probs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_trainer_has_the_snapshots_from_before(tmp_path):
+    def run(folder, checkpoint=None, **settings):
+        own = bf.hf.Collect(snapshots=20, rank=3, **settings), bf.hf.Collect("snapshots", snapshots=20, **settings)
+        trainer(tmp_path / folder, own, epochs=14, save_strategy="steps", save_steps=6).train(checkpoint)
+        return own
+
+    def laws(callbacks):
+        swag, snapshots = (callback.posterior() for callback in callbacks)
+        assert swag.facts["taken_at"] == snapshots.facts["taken_at"]
+        return swag.law.row(0, 1), snapshots.theta
+
+    whole = laws(run("run"))
+    assert len(whole[1]) == 21  # about 20: one at each of the last 21 of 42 steps
+    for step in (30, 42):
+        resumed = run("run", str(tmp_path / "run" / f"checkpoint-{step}"))
+        for one, other in zip(whole, laws(resumed), strict=True):
+            assert torch.equal(one, other)
+        assert not resumed[0].posterior().doubts
+    elsewhere = run("other", str(tmp_path / "run" / "checkpoint-30"))[1].posterior()
+    assert len(elsewhere.theta) == 12
+    (doubt,) = elsewhere.doubts
+    assert "without the 9 snapshots that had been taken before it" in doubt.sentence
+    for callback in run("run", str(tmp_path / "run" / "checkpoint-42"), start=0.4):  # of other snapshots
+        with pytest.raises(ValueError, match="at least 2 snapshots"):
+            callback.posterior()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,11 +6,18 @@ import sys
 import peft
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 import bayesformer as bf
 from bayesformer import cli
-from tests.test_adapter_files import adapted, base, data, fitted
+from bayesformer.predict.tempering import with_temperature
+from tests.test_adapter_files import SIZES, adapted, base, batch, data, fitted
 from tests.test_generation import PAD, VOCABULARY, Letters, gpt2, llama, lora, posterior, prompts
 
 SHORT = bf.Training(epochs=1)
@@ -135,9 +142,95 @@ def test_text_without_a_tokenizer():
         bf.hf.encode(["a text"], None)
 
 
-def test_the_command_says_that_there_is_no_such_model(tmp_path, capsys):
-    assert cli.main(["generate", str(tmp_path / "nothing"), "--posterior", str(tmp_path), "hello"]) == 2
-    assert "does not exist" in capsys.readouterr().err
+def test_the_command_says_that_there_is_no_such_model_or_posterior(tmp_path, capsys):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    for model in (str(tmp_path / "nothing"), "no-such-model"):
+        assert cli.main(["generate", model, "--posterior", str(tmp_path), "hello"]) == 2
+        assert f"model must be a folder of transformers; {model} does not exist" in capsys.readouterr().err
+    assert cli.main(["generate", "no-such-model", "--posterior", str(tmp_path / "none"), "hello"]) == 2
+    assert "none/posterior.json does not exist" in capsys.readouterr().err  # noticed before the model is read
+
+
+def test_text_in_place_of_tokens():
+    found = fitted(bf.Ensemble(2))
+    for given in (["hello"], "hello"):
+        with pytest.raises(ValueError, match="Tokenise text first"):
+            found.predict(given)
+
+
+def test_disabled_adapters_have_no_weights_to_infer():
+    model = adapted()
+    model.base_model.disable_adapter_layers()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"adapters are disabled: call enable_adapter_layers\(\)"):
+        bf.fit(model, data(), likelihood="categorical", training=SHORT)
+
+
+def test_a_cast_of_the_right_base_is_told_by_its_precision(tmp_path):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    with pytest.raises(bf.DamagedFileError, match=r"differ: they are torch\.bfloat16, and torch\.float32 in the file"):
+        bf.Posterior.load(tmp_path, base().bfloat16())
+
+
+def test_a_decoder_that_classifies_needs_its_padding_token():
+    model = GPT2ForSequenceClassification(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, num_labels=2))
+    model.config.pad_token_id = None
+    with pytest.raises(ValueError, match=r"Set model\.config\.pad_token_id = tokenizer\.pad_token_id"):
+        bf.fit(model, data(), likelihood="categorical", training=SHORT)
+
+
+@pytest.mark.filterwarnings("ignore::bayesformer.core.doubts.FidelityWarning")
+def test_whole_numbers_are_values_of_a_regression():
+    model, whole = base(labels=1), {**data(), "labels": torch.arange(24)}
+    predictives = []
+    for labels in (whole["labels"], whole["labels"].float(), whole["labels"].float()[:, None]):
+        given = {**whole, "labels": labels}
+        posterior = bf.fit(model, given, likelihood=bf.Gaussian(scale=1.0), method=bf.Mle(), training=SHORT)
+        predictives.append(posterior.predict(batch()))
+        assert posterior.calibrate(given).tempering > 0
+    assert torch.equal(predictives[0].mean, predictives[1].mean)
+    assert torch.equal(predictives[0].mean, predictives[2].mean)
+    values = torch.arange(5.0)
+    assert torch.equal(predictives[0].log_prob(values), predictives[0].log_prob(values[:, None]))
+    assert torch.equal(predictives[0].cdf(values), predictives[0].cdf(values[:, None]))
+    with pytest.raises(ValueError, match=r"must have shape \(5, 1\); got \(4,\)"):
+        predictives[0].log_prob(values[:4])
+    with pytest.raises(ValueError, match=r"must lie in 0\.\.0 \(the model has 1 outputs\)"):
+        bf.fit(model, whole, likelihood="categorical", training=SHORT)
+
+
+def spans(first, last):
+    inputs = {name: value for name, value in data().items() if name != "labels"}
+    return {**inputs, "start_positions": torch.full((24,), first), "end_positions": torch.full((24,), last)}
+
+
+def test_answers_by_the_columns_of_transformers():
+    torch.manual_seed(0)
+    model = BertForQuestionAnswering(BertConfig(vocab_size=40, **SIZES))
+    columns = spans(1, 3)
+    labels = {**batch_of(columns), "labels": torch.tensor([[1, 3]]).expand(24, 2)}
+    rows = [{name: value[i] for name, value in columns.items()} for i in range(24)]
+    expected = bf.fit(model, labels, likelihood="categorical", method="mle", training=SHORT)
+    for given in (columns, rows):
+        found = bf.fit(model, given, likelihood="categorical", method="mle", training=SHORT)
+        assert torch.equal(found.theta, expected.theta)
+        assert torch.equal(found.predict(given).probs, expected.predict(batch_of(columns)).probs)
+    with pytest.raises(ValueError, match=r"must lie in 0\.\.5 .* or equal ignore_index=-100; got 6"):
+        bf.fit(model, spans(1, 6), likelihood="categorical", training=SHORT)
+
+
+def batch_of(columns):
+    return {name: columns[name] for name in ("input_ids", "attention_mask")}
+
+
+def test_a_temperature_at_the_end_of_its_search_is_doubted():
+    found = fitted(bf.Ensemble(2))
+    wrong = {**data(), "labels": 1 - found.predict(data()).probs.argmax(-1)}
+    with pytest.warns(bf.FidelityWarning, match=r"at the bound 100\.0 of its search"):
+        calibrated = found.calibrate(wrong)
+    assert [doubt.check for doubt in calibrated.doubts if doubt.check == "calibrate"] == ["calibrate"]
+    later = with_temperature(calibrated.facts, 2.0, {"before": -2.0, "after": -1.0})
+    assert [entry["check"] for entry in later["doubts"]] == [doubt.check for doubt in found.doubts]
 
 
 PROGRAM = """
@@ -145,6 +238,7 @@ import sys
 for name in ("transformers", "peft"): sys.modules[name] = None
 import bayesformer as bf, torch
 from bayesformer import cli
+from bayesformer.predict.tempering import with_temperature
 def told(ask):
     try: ask()
     except (ImportError, ValueError) as error: print(error)

@@ -10,7 +10,7 @@ import numpy as np
 
 from bayesformer.core.global_random import seed_states
 from bayesformer.data.collating import collate_columns
-from bayesformer.data.labels import LABEL_KEYS
+from bayesformer.data.labels import LABEL_KEYS, SPAN
 from bayesformer.data.ragged import Padding
 
 
@@ -85,10 +85,10 @@ def numbers_of(columns: Mapping[str, Any], name: str, keys: Collection[str] | No
     for key, column in columns.items():
         values = list(column) if isinstance(column, np.ndarray) and column.dtype == object else column
         first = values[0]
-        if isinstance(first, str | bytes) or not (keys is None or key in keys or key in LABEL_KEYS):
+        if isinstance(first, str | bytes) or not (keys is None or key in keys or key in (*LABEL_KEYS, *SPAN)):
             continue
         found[key] = np.array(values) if isinstance(first, bool) else values
-    if not set(found) - set(LABEL_KEYS):
+    if not set(found) - {*LABEL_KEYS, *SPAN}:
         raise ValueError(
             f"{name} must have a column of numbers besides its labels; got {', '.join(columns)}. "
             f"Tokenise text first, as in {name}.map(lambda row: tokenizer(row['text']))."

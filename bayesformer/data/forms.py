@@ -208,4 +208,5 @@ def _read(
         count = length_of(data) if num_data is None else num_data
         default = partial(collate_rows, keys=keys) if hasattr(data, "column_names") else collate_items
         return Streamed(data, count, collate or partial(default, padding=padding, name=name), name)
-    raise ValueError(f"{name} must be {FORMS}; got {type(data).__name__}.")
+    advice = " Tokenise text first, as a list of examples." if isinstance(data, str) else ""
+    raise ValueError(f"{name} must be {FORMS}; got {type(data).__name__}.{advice}")

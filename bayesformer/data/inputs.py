@@ -103,6 +103,8 @@ def check_inputs(inputs: Inputs, name: str, row_name: RowName = WHOLE) -> None:
         alone = not isinstance(inputs, Mapping | tuple | list)
         kinds = type(inputs).__name__ if alone or not values else sorted({type(value).__name__ for value in values})
         advice = " Give lists of numbers as torch.tensor(...)." if not alone and _are_numbers(values) else ""
+        if any(isinstance(value, str) for value in values):
+            advice = " Tokenise text first: tokenizer(texts, padding=True, return_tensors='pt')."
         raise ValueError(f"{name} must be a tensor, or a tuple or dict of tensors; got {kinds}.{advice}")
     lengths = {len(tensor) for tensor in tensors}
     if len(lengths) > 1:

@@ -14,6 +14,8 @@ from bayesformer.data.inputs import WHOLE, RowName, as_tensors, check_inputs, fi
 
 LABEL_KEYS = ("labels", "targets", "label", "label_ids")
 """Keys of a dict example that hold its target; the first one present does."""
+SPAN = ("start_positions", "end_positions")
+"""Keys that hold it in two parts, where a dict has none of these: an answer in a text, as transformers names it."""
 KEYS = "labels, targets, label or label_ids"
 
 
@@ -25,8 +27,9 @@ def label_key(keys: Any) -> str | None:
 def split_labels(raw: Any, name: str, row_name: RowName = WHOLE) -> Batch:
     """A batch of inputs and targets from what a collate function gives, checked; `row_name` names its rows.
 
-    A dict has its targets under one of `LABEL_KEYS`. Of a tuple or list the last entry is the target and all others
-    are inputs, however many; a mask is given by `Batch(inputs, targets, mask)` only.
+    A dict has its targets under one of `LABEL_KEYS`, or under both keys of `SPAN`, as (B, 2). Of a tuple or list the
+    last entry is the target and all others are inputs, however many; a mask is given by `Batch(inputs, targets, mask)`
+    only.
     """
     batch = _split(raw, name)
     check_inputs(batch.inputs, _inputs_of(name), row_name)
@@ -39,7 +42,7 @@ def drop_labels(raw: Any, name: str, row_name: RowName = WHOLE) -> Inputs:
     if isinstance(raw, Batch | Data):
         inputs = as_tensors(raw.inputs)
     elif isinstance(raw, Mapping):
-        inputs = {key: value for key, value in as_tensors(raw).items() if key not in LABEL_KEYS}
+        inputs = {key: value for key, value in _with_span(as_tensors(raw)).items() if key not in LABEL_KEYS}
     elif isinstance(raw, tuple | list):
         parts = as_tensors(raw)
         inputs = parts[0] if len(parts) <= 2 else parts[:-1]
@@ -60,22 +63,32 @@ def labels_in(raw: Any) -> tuple[Tensor | None, Tensor | None]:
     if isinstance(raw, Batch | Data):
         found, mask = raw.targets, raw.mask
     elif isinstance(raw, Mapping):
-        key = label_key(raw)
-        found = None if key is None else raw[key]
+        whole = _with_span(as_tensors(raw))
+        key = label_key(whole)
+        found = None if key is None else whole[key]
     elif isinstance(raw, tuple | list) and len(raw) >= 2:
         found = raw[-1]
     known = tuple(as_tensors(part) for part in (found, mask))
     return tuple(part if isinstance(part, Tensor) else None for part in known)  # type: ignore[return-value]
 
 
+def _with_span(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A dict whose targets come in two parts with these as labels (B, 2); any other as it is."""
+    parts: list[Any] = [values.get(key) for key in SPAN]
+    if label_key(values) is not None or not all(isinstance(part, Tensor) for part in parts):
+        return values
+    others = {key: value for key, value in values.items() if key not in SPAN}
+    return {**others, LABEL_KEYS[0]: torch.stack([part.reshape(len(part)) for part in parts], 1)}
+
+
 def _split(raw: Any, name: str) -> Batch:
     if isinstance(raw, Batch | Data):
         return Batch(*(fixed_tensors(part) for part in (raw.inputs, raw.targets, raw.mask)))
     if isinstance(raw, Mapping):
-        key = label_key(raw)
+        values = _with_span(fixed_tensors(raw))
+        key = label_key(values)
         if key is None:
             raise ValueError(f"{name} must have a key {KEYS}; got {', '.join(map(str, raw))}.")
-        values = fixed_tensors(raw)
         return Batch({k: value for k, value in values.items() if k != key}, values[key])
     if isinstance(raw, tuple | list) and len(raw) >= 2:
         *inputs, targets = fixed_tensors(raw)

@@ -126,7 +126,8 @@ def estimate(
         weighted: count the inputs in Kronecker factors by the squared gradients beside them.
         widest: length up to which a Kronecker factor is kept whole; 4096 by default.
     """
-    data, likelihood = batches_for(model, as_batches(data, "data")), as_likelihood(likelihood)
+    likelihood = as_likelihood(likelihood)
+    data = batches_for(model, as_batches(data, "data"), likelihood)
     _check(structure, kind, samples, batch_size, rank)
     if space is None:
         check_eval(model, "dropout and running averages would make curvature random")

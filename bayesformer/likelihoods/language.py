@@ -68,9 +68,9 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
     return known
 
 
-def batches_for(model: nn.Module, data: Batches) -> Batches:
+def batches_for(model: nn.Module, data: Batches, likelihood: Likelihood) -> Batches:
     """Labelled data as a model takes it: its padding token, decoder inputs made of labels, a column of real labels."""
-    data, change = data.padded_with(padding_token(model)), _AsModelTakes(model)
+    data, change = data.padded_with(padding_token(model)), _AsModelTakes(model, likelihood)
     first = data.first(1)
     made = change(first)
     same = made.inputs is first.inputs and made.targets is first.targets
@@ -82,19 +82,24 @@ class _AsModelTakes:
     """Adds the decoder inputs that an encoder-decoder model makes of its labels, and gives real labels their axis."""
 
     model: nn.Module
+    likelihood: Likelihood
 
     def __call__(self, batch: Batch) -> Batch:
         inputs = decoder_inputs(self.model, batch.inputs, batch.targets)
-        return batch._replace(inputs=inputs, targets=regression_targets(self.model, batch.targets))
+        return batch._replace(inputs=inputs, targets=regression_targets(self.model, batch.targets, self.likelihood))
 
 
-def regression_targets(model: nn.Module, targets: Tensor) -> Tensor:
-    """Labels (B,) of a regression as (B, 1), the shape of the outputs of transformers' model for it."""
+def regression_targets(model: nn.Module, targets: Tensor, likelihood: Likelihood) -> Tensor:
+    """Labels (B,) of a regression as (B, 1), the shape of the outputs of transformers' model for it.
+
+    Whole numbers are real ones, too, where the likelihood has a target for every output.
+    """
     base = unwrapped(model)
     single = getattr(getattr(base, "config", None), "num_labels", None) == 1
     if not single or "ForSequenceClassification" not in type(base).__name__:
         return targets
-    return targets[:, None] if targets.dim() == 1 and targets.is_floating_point() else targets
+    real = targets.is_floating_point() or likelihood.elementwise or likelihood.target_dims > 0
+    return targets[:, None] if targets.dim() == 1 and real else targets
 
 
 def decoder_inputs(model: nn.Module, inputs: Inputs, labels: Tensor | None = None) -> Inputs:

@@ -212,13 +212,13 @@ class GaussianPredictive(NotebookTable):
 
     def log_prob(self, targets: Tensor) -> Tensor:
         """(B, ...): log averaged density; the D values of a question are one joint observation."""
-        check_targets_shape(targets, self.mean.shape)
-        z = (targets - self.means).square() / self.widths + (2 * math.pi * self.widths).log()
+        values = value_targets(targets, self.mean.shape)
+        z = (values - self.means).square() / self.widths + (2 * math.pi * self.widths).log()
         return log_mean_exp(-0.5 * z.sum(-1))
 
     def cdf(self, targets: Tensor) -> Tensor:
         """(B, ..., D): probability of a value at or below each target."""
-        return torch.special.ndtr((targets - self.means) / self.widths.sqrt()).mean(0)
+        return torch.special.ndtr((_with_axis(targets, self.mean.shape) - self.means) / self.widths.sqrt()).mean(0)
 
     def quantile(self, level: float) -> Tensor:
         """(B, ..., D): the mixture's quantile, by bisection between the components' own quantiles."""
@@ -331,6 +331,17 @@ def bisect(cdf: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, level: fl
         below = cdf(middle) < level
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
     return (low + high) / 2
+
+
+def value_targets(targets: Tensor, expected: torch.Size) -> Tensor:
+    """Real targets in the shape (B, ..., D) of their means; of one value per question they may lack the last axis."""
+    targets = _with_axis(targets, expected)
+    check_targets_shape(targets, expected)
+    return targets
+
+
+def _with_axis(targets: Tensor, expected: torch.Size) -> Tensor:
+    return targets.unsqueeze(-1) if expected[-1] == 1 and targets.shape == expected[:-1] else targets
 
 
 def check_targets_shape(targets: Tensor, expected: torch.Size) -> None:

@@ -5,12 +5,14 @@ A layer of PEFT holds, beside the base, tables of weights by adapter, and says w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 ORIGINAL, COPIES = "original_module", "modules_to_save"  # a module as it was, and its copies that adapters train
+WRAPPED = ("base_layer", ORIGINAL)  # under which a layer of PEFT holds the module that it was put around
 
 
 def adapters_of(model: nn.Module) -> list[list[Any]]:
@@ -49,20 +51,49 @@ def used_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
     Aside are the weights of adapters that are not active, and modules in whose place a trained copy runs.
     """
-    aside = {name for path, module in model.named_modules() for name in _aside(path, module)}
+    aside = _aside(model)
     used = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in aside}
     return {name: p for name, p in model.named_parameters() if id(p) in used}
 
 
-def _aside(path: str, module: Any) -> Iterator[str]:
-    """The names of a PEFT layer's weights that its passes leave out."""
-    if not (hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters")):
-        return
-    active = set() if module.disable_adapters else set(module.active_adapters)
-    tables = (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
-    replaced = bool(active) and COPIES in tables and active <= set(getattr(module, COPIES))
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        inside = next((name.removeprefix(f"{table}.") for table in tables if name.startswith(f"{table}.")), None)
-        other = inside is not None and inside.partition(".")[0] not in active
-        if other or (replaced and name.startswith(f"{ORIGINAL}.")):
-            yield f"{path}.{name}" if path else name
+def used_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that passes use, by name: all but what PEFT keeps aside."""
+    aside = _aside(model)
+    return {name: module for name, module in model.named_modules() if name not in aside}
+
+
+def unwrapped_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names of parameters or modules, each with the name that it has where no adapter is put around its layer.
+
+    PEFT calls `o_proj.weight` `o_proj.base_layer.weight` as soon as one adapter, active or not, is around `o_proj`.
+    """
+    layers = {path for path, module in model.named_modules() if _is_layer(module)}
+    return {name: _unwrapped(name, layers) for name in names}
+
+
+def _unwrapped(name: str, layers: Set[str]) -> str:
+    parts = name.split(".")
+    return ".".join(p for i, p in enumerate(parts) if p not in WRAPPED or ".".join(parts[:i]) not in layers)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters")
+
+
+def _aside(model: nn.Module) -> set[str]:
+    """The names of the parameters and modules of PEFT's layers that passes leave out."""
+    layers = ((path, module) for path, module in model.named_modules() if _is_layer(module))
+    return {f"{path}.{name}" if path else name for path, layer in layers for name in _aside_of(layer)}
+
+
+def _aside_of(layer: Any) -> Iterator[str]:
+    """The names within a layer of PEFT of what its passes leave out."""
+    active = set() if layer.disable_adapters else set(layer.active_adapters)
+    tables = (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ()))
+    replaced = bool(active) and COPIES in tables and active <= set(getattr(layer, COPIES))
+    inside = (layer.named_parameters(remove_duplicate=False), layer.named_modules(remove_duplicate=False))
+    for name, _ in chain(*inside):
+        entry = next((name.removeprefix(f"{table}.") for table in tables if name.startswith(f"{table}.")), None)
+        other = entry is not None and entry.partition(".")[0] not in active
+        if other or (replaced and f"{name}.".startswith(f"{ORIGINAL}.")):
+            yield name

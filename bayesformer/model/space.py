@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from bayesformer.core.types import Params
+from bayesformer.model.adapters import adapters_of
 from bayesformer.model.admission import refuse_inferred, refuse_tensor, unwrap, view_key
 
 Choice: TypeAlias = str | Iterable[str] | Callable[[str, Tensor], bool] | None
 """How weights are chosen: a pattern as of a shell (`*.bias`), several, a predicate (name, weight) -> bool, or None."""
+
+SAY_WHICH = "Say which weights are inferred by infer=."
 
 Others: TypeAlias = Mapping[str, tuple[str, ...]]
 """The first name of every weight and its other names."""
@@ -45,10 +48,9 @@ class Space:
         if infer is None:
             chosen = [name for name, weight in weights.items() if weight.requires_grad]
             if not chosen:
-                raise ValueError(
-                    "model must have at least one parameter with requires_grad=True; it has none. "
-                    "Say which weights are inferred by infer=."
-                )
+                disabled = any(disabled for *_, disabled in adapters_of(model))
+                way = "Its adapters are disabled: call enable_adapter_layers()." if disabled else SAY_WHICH
+                raise ValueError(f"model must have at least one parameter with requires_grad=True; it has none. {way}")
         else:
             chosen = _choose(infer, names, weights, "infer")
         for name in chosen:

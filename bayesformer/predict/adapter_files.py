@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from bayesformer.core.errors import DamagedFileError
+from bayesformer.core.seeds import stream
 from bayesformer.core.storage import read_json, write_tensors
 from bayesformer.model.adapters import active_adapters, adapters_of, is_adapted
 from bayesformer.model.skeleton import shadow
@@ -107,10 +108,10 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
     if is_adapted(model) or not (folder / CONFIG).exists():
         return model
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise ValueError(
-            f"posterior {folder} is one over LoRA adapters; to load it on a plain base model install PEFT: "
+            f"posterior {folder} is one over adapters of PEFT; to load it on a plain base model install PEFT: "
             "pip install 'bayesformer[hf]'."
         ) from error
     if getattr(model, "peft_config", None) is not None:  # PEFT puts its layers into the very model that it is given
@@ -121,10 +122,29 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
     names = [name for name, p in model.named_parameters() if p.is_floating_point()]
     private: Any = shadow(model, names[:1])
     try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        if config.is_prompt_learning:
+            return _with_prompt(private, config, _active(folder))
         return PeftModel.from_pretrained(private, str(folder), adapter_name=_active(folder), is_trainable=True)
     except (ValueError, RuntimeError, KeyError) as error:
         first = " ".join(line.strip() for line in str(error).splitlines()[:2])  # one mismatch of all that PEFT lists
-        raise DamagedFileError(f"posterior {folder} belongs to another base model: {first}") from error
+        other = isinstance(error, RuntimeError)  # shapes; others are for PEFT to explain
+        fault = "belongs to another base model" if other else "has an adapter that PEFT refuses"
+        raise DamagedFileError(f"posterior {folder} {fault}: {first}") from error
+
+
+def _with_prompt(model: Any, config: Any, name: str) -> nn.Module:
+    """A model with a prompt or prefix as it is trained, whose weights are to come from the posterior's own file.
+
+    PEFT loads prompts for inference alone, without the network that may make them.
+    """
+    from peft import get_peft_model
+
+    config.inference_mode = False
+    if hasattr(config, "prompt_tuning_init"):
+        config.prompt_tuning_init = "RANDOM"  # a text would need its tokenizer
+    with stream(0, "preparation"):
+        return get_peft_model(model, config, adapter_name=name)
 
 
 def _active(folder: Path) -> str:

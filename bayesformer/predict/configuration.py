@@ -13,7 +13,7 @@ from torch import nn
 
 from bayesformer.core.storage import plain
 from bayesformer.likelihoods.language import is_causal_language_model, unwrapped
-from bayesformer.model.adapters import active_adapters
+from bayesformer.model.adapters import active_adapters, unwrapped_names, used_modules
 
 OF_NO_WEIGHT = {  # settings of a model that leave its function as it is: where it is from, how it computes, its loss
     *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
@@ -27,6 +27,7 @@ OF_NO_ADAPTER = {  # those of an adapter; where it sits is told by the names of 
     *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "init_lora_weights", "init_weights", "bias", "runtime_config", "megatron_config"),
     *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
+    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
 }
 DROPOUT = "drop"  # part of the names of dropout rates, which count where draws are of dropout
 TOKEN = "_token_id"
@@ -53,7 +54,9 @@ def configuration_of(model: nn.Module, dropout: bool) -> dict[str, Any]:
     known = getattr(model, "peft_config", None) or {}
     left_out = OF_NO_ADAPTER | (set() if dropout else {DROPOUT})
     adapters = {name: _kept(known[name].to_dict(), left_out) for name in active_adapters(model) if name in known}
-    modules = {name: found for name, module in model.named_modules() if (found := _of_torch(module, dropout))}
+    used = used_modules(model)
+    names = unwrapped_names(model, used)
+    modules = {names[name]: found for name, module in used.items() if (found := _of_torch(module, dropout))}
     parts = (("models", models), ("adapters", adapters), ("modules", modules))
     return {part: found for part, found in parts if found}
 

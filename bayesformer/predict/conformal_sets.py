@@ -122,8 +122,8 @@ def uniforms(seed: int, purpose: str, count: int, device: torch.device) -> Tenso
 
 def paired_predictions(posterior: Posterior, data: Any, name: str) -> list[tuple[Predictive, Tensor]]:
     """Predictions for labelled data in any form, and their targets, where they count; a pair per pass."""
-    found = []
-    for batch in batches_for(posterior.model, as_batches(data, name)).in_order(PASS, posterior.device):
+    found, labelled = [], batches_for(posterior.model, as_batches(data, name), posterior.likelihood)
+    for batch in labelled.in_order(PASS, posterior.device):
         predictive = posterior.predict(batch.inputs, full=True)
         found.append(posterior.likelihood.pairs(predictive, batch.targets, batch.mask))
     return found

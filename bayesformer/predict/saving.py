@@ -17,7 +17,7 @@ from bayesformer.core.seeds import stream
 from bayesformer.core.storage import checksum, plain, read_json, read_tensors, write_json, write_tensors
 from bayesformer.laws import from_tensors
 from bayesformer.layers.preparation import Preparation, prepared_tree
-from bayesformer.model.adapters import adapters_of, used_weights
+from bayesformer.model.adapters import adapters_of, unwrapped_names, used_weights
 from bayesformer.model.admission import unwrap
 from bayesformer.model.skeleton import Skeleton, shadow
 from bayesformer.model.space import Space
@@ -57,6 +57,7 @@ def save(posterior: Posterior, folder: Path, calibration: Calibration | None = N
         **{name: getattr(posterior, name) for name in (*PLAIN, "tempering")},
         "configuration": configuration_of(model, bool(posterior.noisy_draws)),
         "base": base_fingerprint(model, {*learned, *frozen}),
+        "base_dtypes": base_dtypes(model, {*learned, *frozen}),
         "facts": plain(posterior.facts),
     }
     if calibration is not None:
@@ -98,7 +99,9 @@ def load(folder: Path, model: nn.Module) -> dict[str, Any]:
     if difference is not None:
         raise DamagedFileError(f"posterior {folder} belongs to another model: {difference}.")
     if not _is_base(base, {*infer, *frozen}, saved["base"]):
-        raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ.")
+        here, there = base_dtypes(base, {*infer, *frozen}), saved.get("base_dtypes")  # earlier files have none
+        cast = "" if there in (None, here) else f": they are {', '.join(here)}, and {', '.join(there)} in the file"
+        raise DamagedFileError(f"posterior {folder} belongs to another model: the frozen weights differ{cast}.")
     device = dict(base.named_parameters(remove_duplicate=False))[infer[0]].device
     own = {k: v for k, v in tensors.items() if k.partition(".")[0] not in {"frozen", CALIBRATION}}
     law = from_tensors({k: v.to(device) for k, v in own.items()})
@@ -133,15 +136,29 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def base_fingerprint(model: nn.Module, in_file: Set[str]) -> str:
-    """A hash of the weights that passes use and a file does not hold: draws for one base are wrong on another."""
-    return checksum({name: p for name, p in used_weights(model).items() if name not in in_file})
+    """A hash of the weights that passes use and a file does not hold: draws for one base are wrong on another.
+
+    A weight counts by the name it has without adapters around its layer, since those that are not active may be any.
+    """
+    left = {name: p for name, p in used_weights(model).items() if name not in in_file}
+    names = unwrapped_names(model, left)
+    return checksum({names[name]: p for name, p in left.items()})
+
+
+def base_dtypes(model: nn.Module, in_file: Set[str]) -> list[str]:
+    """The precisions of these weights, in order: a cast model is another one, and an error can say so."""
+    return sorted({str(p.dtype) for name, p in used_weights(model).items() if name not in in_file})
 
 
 def _is_base(model: nn.Module, in_file: Set[str], fingerprint: str) -> bool:
-    """Whether the weights outside a file are those it was made for; earlier files counted what no pass uses, too."""
+    """Whether the weights outside a file are those it was made for.
+
+    Earlier files took names as PEFT gives them, and the first of these counted what no pass uses, too.
+    """
     if fingerprint == base_fingerprint(model, in_file):
         return True
-    return fingerprint == checksum({name: p for name, p in model.named_parameters() if name not in in_file})
+    earlier = used_weights(model), dict(model.named_parameters())
+    return any(fingerprint == checksum({n: p for n, p in ws.items() if n not in in_file}) for ws in earlier)
 
 
 def _sum(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:

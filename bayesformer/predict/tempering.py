@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from bayesformer.core.doubts import Doubt, doubts_in, recorded, warn_of
 from bayesformer.likelihoods.predictive import Temperable
 from bayesformer.predict.conformal_sets import paired_predictions
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 FEWEST = 10  # targets, below which a temperature would be chosen by chance
 LOWEST, HIGHEST = 1e-2, 1e2  # temperatures that are tried
+NEAR = 0.01  # of a bound, in log T: the search has ended there
+CHECK = "calibrate"
 
 
 def best_temperature(posterior: Posterior, validation: Any) -> tuple[float, dict[str, float]]:
@@ -40,3 +44,17 @@ def best_temperature(posterior: Posterior, validation: Any) -> tuple[float, dict
     if after <= before:  # nothing gained: the search is only as exact as its tolerance
         return 1.0, {"before": before, "after": before}
     return math.exp(float(found.x)), {"before": before, "after": after}
+
+
+def with_temperature(facts: Mapping[str, Any], found: float, gained: Mapping[str, float]) -> dict[str, Any]:
+    """The facts of a posterior with a temperature, and with a doubt, of which is warned, at a bound of the search."""
+    bound = next((b for b in (LOWEST, HIGHEST) if abs(math.log(found / b)) < NEAR), None)
+    sentence = (
+        f"calibrate: the temperature that fits validation data best is {found:.3g}, at the bound {bound} of its search "
+        f"({LOWEST} to {HIGHEST}): the predictions say next to nothing about these targets, or all of them. Look at "
+        "the labels of validation, and whether they are numbered as in training."
+    )
+    new = [] if bound is None else [Doubt(CHECK, sentence, found, bound)]
+    warn_of(new)
+    kept = [doubt for doubt in doubts_in(facts) if doubt.check != CHECK]
+    return {**facts, "calibrated": {"temperature": found, **gained}, **recorded([*kept, *new])}

@@ -79,7 +79,7 @@ def loss(
     if temperature < 0:
         raise ValueError(f"temperature must be at least 0; got {temperature}.")
     known = _checked(likelihood, model, targets)
-    targets = regression_targets(model, targets)
+    targets = regression_targets(model, targets, known)
     batch = Batch(decoder_inputs(model, inputs, targets), targets, mask)
     kappa = temperature if has_random_parts(model) else None
     log_prior = None if prior is None else _log_prior(model, prior)

@@ -74,8 +74,10 @@ class Prototype:
             self.prepared = self.preparation(shadow(self.model, self.chosen.names))
         self.space = Space.of(self.prepared)
         self.skeleton = Skeleton(self.prepared, self.space)
-        self.data = batches_for(self.model, problem.data)
-        self.validation = None if problem.validation is None else batches_for(self.model, problem.validation)
+        self.data = batches_for(self.model, problem.data, problem.likelihood)
+        self.validation = None
+        if problem.validation is not None:
+            self.validation = batches_for(self.model, problem.validation, problem.likelihood)
         self.likelihood = resolve(problem.likelihood, self.model, self.trial_batch)
         self._check(self.data, "train")
         if self.validation is not None:
@@ -258,7 +260,15 @@ class Prototype:
         batch = batch_to(data.first(TRIAL_EXAMPLES), self.skeleton.device)
         check_names(self.model, batch.inputs, f"{label} data")
         check_tokens(self.model, batch.inputs if data.tensors is None else data.tensors.inputs, f"{label} data")
-        outputs = self.trial(self.skeleton.shell(gradients=False), batch)
+        try:
+            outputs = self.trial(self.skeleton.shell(gradients=False), batch)
+        except ValueError as error:
+            if "padding token" not in str(error):
+                raise
+            raise ValueError(
+                "model must know its padding token, by which it finds the last token of every example; its config has "
+                f"none ({error}). Set model.config.pad_token_id = tokenizer.pad_token_id, or to the eos_token_id."
+            ) from error
         if bool(outputs.isnan().any()):
             raise ValueError(
                 f"{label} data: outputs of the model on the first examples must be numbers; got NaN. Look for NaN in "
