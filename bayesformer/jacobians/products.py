@@ -129,6 +129,11 @@ class CurvatureProducts:
             outputs = self._outputs(inputs_to(inputs, self.theta.device))
             return outputs.detach() + self._forward(outputs, self._checked(v))
 
+    def transposed(self, inputs: Inputs, u: Tensor) -> Tensor:
+        """(P,): Jᵀ u, the gradient of Σ u · f(x, θ) in the weights, for u (B, ..., K) in the shape of the outputs."""
+        with self._pass():
+            return self._back(self._outputs(inputs_to(inputs, self.theta.device)), u)
+
     def _sum(self, one: Callable[[Batch], Tensor], v: Tensor) -> Tensor:
         """(P,): `one` summed over all batches and scaled to N examples, which averages over readings of random data."""
         self._checked(v)

@@ -17,7 +17,7 @@ from bayesformer.laplace.choosing import settled
 from bayesformer.laplace.combining import combine
 from bayesformer.laplace.estimate import Curvature
 from bayesformer.laplace.evidence import check_curvature, log_evidence
-from bayesformer.laplace.mode_search import FoundMode, mode_doubts, nearest_mode, space_with_spread
+from bayesformer.laplace.mode_search import FoundMode, mode_doubts, nearest_mode, output_numbers, space_with_spread
 from bayesformer.laws import GaussianLaw
 from bayesformer.posterior import Posterior
 from bayesformer.train.members import Fitted, Stage, build_optimiser, fit_stage
@@ -148,7 +148,8 @@ def posterior_after(
         known["log_evidence"] = float(earlier.facts["log_evidence"]) + gained
     if method.temperature == 1:
         doubts, numbers = mode_doubts(method, prototype, law, around, None)
-        known |= {**numbers, **recorded(doubts)}
+        about = output_numbers(method, prototype, law, mode, None, 1.0)
+        known |= {**numbers, **about[1], **recorded(doubts + about[0])}
     how: dict[str, Any] = {"predictive": method.predictive, "link": method.link, "default_draws": method.draws}
     made = posterior_of(prototype, law, known, **how)
     return replace(made, frozen={**earlier.frozen, **made.frozen})

@@ -22,7 +22,7 @@ from bayesformer.laplace import last_layer
 from bayesformer.laplace.choosing import Tuned, quadratic, tune
 from bayesformer.laplace.earlier import posterior_after, trained_mode
 from bayesformer.laplace.estimate import Curvature, estimate
-from bayesformer.laplace.mode_search import FoundMode, inferred, mode_doubts, nearest_mode, normal
+from bayesformer.laplace.mode_search import FoundMode, inferred, mode_doubts, nearest_mode, normal, output_numbers
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
@@ -249,6 +249,9 @@ class Laplace:
         assert isinstance(result.law, GaussianLaw)
         made |= rounding_facts(prototype.skeleton, result.law)
         doubts, numbers = mode_doubts(self, prototype, result.law, around, normal(precision))
+        if self.per == "one":
+            about = output_numbers(self, prototype, result.law, mode, normal(chosen), 1 / float(at.scale(tuned.sigma)))
+            doubts, numbers = doubts + about[0], numbers | about[1]
         return replace(result, facts=with_doubts({**facts, **made, **numbers, **recorded(doubts)}, result.doubts))
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:

@@ -16,6 +16,7 @@ from bayesformer.model.space import Space
 from bayesformer.train.coordinates import RISE, RISE_DRAWS, full_batch, polished
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.mode_doubts import of_mode
+from bayesformer.train.output_spread import of_outputs, output_spread
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.recipe import Modes, SubsetStage, earlier_law, subset_stage
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 SEPARATES = ("kron", "full", "block", "last_layer", "subnetwork")
 """structures whose draws tell a network from a linear model; diagonal ones do not"""
+COMPARED = ("kron", "diag", "last_layer")  # structures whose outputs are compared with those of a dense matrix
 FEW_AT_ONCE, MANY_WEIGHTS = 16, 10_000  # examples per pass below which, weights above which a model counts as large
 FEW_EXAMPLES, SHARE_OF_LARGE = 8, 64  # of a large model's data, on which draws are tried: at least 8, and one in 64
 
@@ -93,6 +95,32 @@ def mode_doubts(
         numbers["rise"] = _rise(law, part.place, own, batch)
         doubts += of_rise(numbers["rise"])
     return doubts, numbers
+
+
+def output_numbers(
+    method: Laplace, prototype: Prototype, law: GaussianLaw, start: Start, prior: str | None, temperature: float
+) -> tuple[list[Doubt], dict[str, float]]:
+    """The spread of outputs over that under the full curvature with this prior, where the outputs are linear."""
+    if method.structure not in COMPARED:
+        return [], {}
+    part = _part(method, prototype, start)
+    inner = _within(law, part.place)
+    if inner is None:
+        return [], {}
+    ratio = output_spread(full_batch(part, prior), part.starts[0].theta, inner, temperature=temperature)
+    return of_outputs(ratio), {} if ratio is None else {"output_spread": ratio}
+
+
+def _within(law: GaussianLaw, place: slice | Tensor) -> GaussianLaw | None:
+    """The law over the weights at `place` alone; None if others have a spread, too."""
+    every = torch.arange(law.size, device=law.mean.device)
+    chosen = every[place]
+    where = torch.full_like(every, -1)
+    where[chosen] = torch.arange(len(chosen), device=chosen.device)
+    places = tuple(where[every[own]] for own in law.places)
+    if any(bool((own < 0).any()) for own in places):
+        return None
+    return replace(law, mean=law.mean[place], places=places, buffers={})
 
 
 def of_rise(rise: float) -> list[Doubt]:

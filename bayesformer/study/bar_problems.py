@@ -115,7 +115,9 @@ def exact_truth(problem: KnownProblem, precision: float = 1.0) -> Truth:
     eye = torch.eye(len(problem.mean), dtype=torch.float64, device="cpu")
     changed = problem.precision + (precision - 1) * eye
     mean = torch.linalg.solve(changed, problem.precision @ problem.mean)
-    return Truth(mean, torch.linalg.inv(changed).diagonal().sqrt(), changed.diagonal().rsqrt())
+    covariance, asked = torch.linalg.inv(changed), problem.asked.double()
+    outputs = ((asked @ covariance) * asked).sum(1, keepdim=True).sqrt()
+    return Truth(mean, covariance.diagonal().sqrt(), changed.diagonal().rsqrt(), outputs)
 
 
 def sampled_truth(problem: KnownProblem, seed: int, path: Path) -> Truth:

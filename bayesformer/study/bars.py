@@ -2,7 +2,7 @@
 
     error   RMS over the weights of (mean - exact mean) / exact sd
     ratio   median over the weights of sd / exact sd; of a diagonal family, over the best diagonal, H_ii^-½
-    logits  the same ratio for the outputs at new inputs, where the exact posterior is one of long chains (NUTS)
+    logits  the same ratio for the outputs at new inputs, over the exact posterior's whatever the family
     spread  of networks: the median ratio of the standard deviation of the function to HMC's, by region of inputs
 
 A fit is right if all of them are within the bar. What it doubts of itself is counted beside: doubts of right fits are

@@ -56,6 +56,7 @@ class Coordinates:
     prior_precision: Tensor  # (P,), the diagonal of Π
     epochs: float  # spent here, in epochs of gradient evaluations
     smallest: float | None = None  # the smallest eigenvalue of WᵀHW; None where H was never written down
+    precision: Tensor | None = None  # (P, P), H at the centre in float64, where it was written down
 
     @property
     def facts(self) -> dict[str, object]:
@@ -175,6 +176,7 @@ class _Search:
             prior_precision=self.prior,
             epochs=self.batch.epochs,
             smallest=1.0 if kind == "dense" else self._smallest(root),
+            precision=self.precision,
         )
 
     @cached_property

@@ -21,6 +21,7 @@ from bayesformer.core.seeds import fold, generator
 from bayesformer.core.types import Batch
 from bayesformer.data import Batches, as_batches
 from bayesformer.data.in_memory import Data
+from bayesformer.data.inputs import parts_of
 from bayesformer.inference.linear_algebra import Product
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.products import CurvatureProducts
@@ -146,18 +147,45 @@ class FullBatch:
 
     def hessian(self, theta: Tensor, examples: int | None = None) -> Product:
         """v -> H v at θ, prior included: over all data, or over some examples drawn at random and scaled up to N."""
-        self.shell.load(theta)
         data, share = self._some(examples)
-        seed = self.prototype.problem.seed
-        products = CurvatureProducts(
-            self.shell, self.prototype.likelihood, data, self.chunk, self.prototype.evaluation_randomness, seed
-        )
+        products = self._products(theta, data)
 
         def times(v: Tensor) -> Tensor:
             self.epochs += PRODUCT * share * data.readings
             return products.ggn(v) / share + self.prior.precision_times(theta, v)
 
         return times
+
+    def output_slopes(self, theta: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(R, P), (R,): gradients of `count` outputs of random examples, and the curvature that the targets have there.
+
+        One output of each example, if there are as many; of fewer examples several each. Outputs without a target that
+        counts are left out.
+        """
+        made, device = self.prototype, self.shell.theta.device
+        batch = next(iter(self.data.epoch(count, seed=made.problem.seed, member=0, epoch=0, device=device)))
+        products, each = self._products(theta, self.data), -(-count // len(batch.targets))
+        source, found, curved = generator(made.problem.seed, "outputs"), [], []
+        for one in parts_of(batch, 1):
+            outputs = made.trial(self.shell, one)
+            _, counted = made.likelihood.align(one.targets, one.mask)
+            there = torch.ones_like(outputs, dtype=torch.bool)
+            if counted is not None:
+                there &= counted.view(*counted.shape, *[1] * (outputs.dim() - counted.dim()))
+            places = there.flatten().nonzero().flatten().cpu()
+            for place in places[torch.randperm(len(places), generator=source, device="cpu")[:each]].tolist():
+                column = torch.zeros_like(outputs)
+                column.view(-1)[place] = 1
+                found.append(products.transposed(one.inputs, column))
+                curved.append(float((made.likelihood.hessian_times(outputs, column) * column).sum()))
+                self.epochs += 1 / made.problem.num_data
+        rows = torch.stack(found) if found else theta.new_zeros(0, len(theta))
+        return rows, torch.tensor(curved, dtype=torch.float64, device=theta.device)
+
+    def _products(self, theta: Tensor, data: Batches) -> CurvatureProducts:
+        self.shell.load(theta)
+        made, seed = self.prototype, self.prototype.problem.seed
+        return CurvatureProducts(self.shell, made.likelihood, data, self.chunk, made.evaluation_randomness, seed)
 
     def is_linear(self) -> bool:
         """Whether the outputs are linear in the weights: second differences of a few examples in a random direction.
