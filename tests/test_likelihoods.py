@@ -262,4 +262,4 @@ def test_a_symmetric_root_is_the_same_in_every_basis_of_equal_eigenvalues():
     rounded = covariance + 1e-14 * torch.randn(6, 6, dtype=torch.float64)
     root, other = symmetric_root(covariance), symmetric_root((rounded + rounded.mT) / 2)
     torch.testing.assert_close(root @ root, covariance, rtol=0, atol=1e-12)
-    torch.testing.assert_close(other, root, rtol=0, atol=1e-12)
+    torch.testing.assert_close(other, root, rtol=0, atol=1e-6)  # the root of the rounding in the last direction

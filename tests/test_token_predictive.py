@@ -46,17 +46,19 @@ def some(count=B, length=T):
 
 ROUNDED = 1e-4  # logits are about 100, and their last digits depend on the size of the batch and on the machine
 
+ROOTS = 2e-3  # a root of a singular covariance has the root of its rounding
 
-def check_equal(reduced, whole, labels):
+
+def check_equal(reduced, whole, labels, atol=ROUNDED):
     """A reduced predictive against the full one."""
     for name in ("total", "aleatoric", "epistemic"):
-        torch.testing.assert_close(getattr(reduced, name).float(), getattr(whole, name), rtol=0, atol=ROUNDED)
+        torch.testing.assert_close(getattr(reduced, name).float(), getattr(whole, name), rtol=0, atol=atol)
     best = whole.probs.topk(reduced.top_probs.shape[-1], dim=-1)
-    torch.testing.assert_close(reduced.top_probs.float(), best.values, rtol=0, atol=ROUNDED)
+    torch.testing.assert_close(reduced.top_probs.float(), best.values, rtol=0, atol=atol)
     assert torch.equal(reduced.labels, whole.labels)
     ours, answers = bf.NextToken().pairs(reduced, labels)
     theirs, _ = bf.NextToken().pairs(whole, labels)
-    torch.testing.assert_close(ours.log_prob(answers).float(), theirs.log_prob(answers), rtol=0, atol=ROUNDED)
+    torch.testing.assert_close(ours.log_prob(answers).float(), theirs.log_prob(answers), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["adapters", "all weights", "tempered", "dropout", "small rounds"])
@@ -88,7 +90,7 @@ def test_gaussian_outputs_are_reduced_too(way):
     law = GaussianLaw(mean, (slice(0, len(mean)),), (Diagonal(torch.full_like(mean, 0.01)),), {})
     posterior, data = bf.Posterior(model, bf.NextToken(), law, tempering=1.3), some()
     reduced = posterior.predict(data, draws=3, predictive=way, batch_size=2)
-    check_equal(reduced, posterior.predict(data, draws=3, predictive=way, full=True), data["labels"])
+    check_equal(reduced, posterior.predict(data, draws=3, predictive=way, full=True), data["labels"], ROOTS)
 
 
 def test_gaussian_outputs_may_be_drawn_in_groups(monkeypatch):
@@ -104,7 +106,7 @@ def test_gaussian_outputs_may_be_drawn_in_groups(monkeypatch):
     torch.testing.assert_close(reduced.epistemic.float(), whole.epistemic, rtol=0.2, atol=0)
     torch.testing.assert_close(reduced.total.float(), whole.total, rtol=0, atol=0.15)
     closed = posterior.predict(data, link="probit", batch_size=2)
-    check_equal(closed, posterior.predict(data, link="probit", full=True), data["labels"])
+    check_equal(closed, posterior.predict(data, link="probit", full=True), data["labels"], ROOTS)
 
 
 def test_one_draw_has_no_epistemic_uncertainty_at_all():

@@ -139,13 +139,10 @@ def symmetric_root(covariance: Tensor) -> Tensor:
     """(..., K, K): R with R R = covariance, which may be singular, as where softmax loses a direction.
 
     Signs of eigenvectors, and bases of equal eigenvalues, differ between machines and between batches; the symmetric
-    root does not, so that draws made with it are the same. Eigenvalues that are rounding count as 0, for their roots
-    would not be small.
+    root does not, so that draws made with it are the same.
     """
     values, vectors = torch.linalg.eigh(covariance)
-    least = values.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:].clamp_min(0)
-    roots = values.where(values > least, torch.zeros_like(values)).sqrt()
-    return (vectors * roots.unsqueeze(-2)) @ vectors.mT
+    return (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
 
 
 def matched_normals(draws: int, size: int, source: torch.Generator) -> Tensor:

@@ -27,7 +27,7 @@ SOLVED = 32  # of them for which H⁻¹ ∇f is found by products
 PRODUCTS = 6  # for each of these, at most: standard deviations then are .3 % too small, 1 % at worst
 RESIDUAL = 0.05  # of conjugate gradients, over ∇f; the error of the variance is about its square
 LEAST = 0.1  # of an output's precision that is not its own target's
-NUMBERS = 2**22  # that forward passes of all data may make where there is no matrix, so that a product takes 10 ms
+NUMBERS = 2**22  # of all gradients; that forward passes of all data may make where there is no matrix, for 10 ms each
 
 
 def output_spread(
@@ -55,6 +55,8 @@ def output_spread(
         if cheap_matrix(batch, linear=True):
             precision = precision_at(batch, theta)
     if precision is None and batch.prototype.example_numbers * batch.prototype.problem.num_data > NUMBERS:
+        return None
+    if OUTPUTS * batch.size > NUMBERS:
         return None
     rows, curved = batch.output_slopes(theta, OUTPUTS)
     full = _by_matrix(precision, rows) if precision is not None else by_products(batch, theta, rows)
