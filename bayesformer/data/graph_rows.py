@@ -68,8 +68,8 @@ def collate_graphs(graphs: Sequence[Any], name: str = "data") -> dict[str, Tenso
     batch = {
         "x": pad_rows([graph.x for graph in graphs], 0),
         "edge_index": pad_rows([graph.edge_index.mT for graph in graphs], 0),
-        "nodes": torch.tensor([len(graph.x) for graph in graphs]),
-        "edges": torch.tensor([graph.edge_index.shape[1] for graph in graphs]),
+        "nodes": torch.tensor([len(graph.x) for graph in graphs], device=graphs[0].x.device),
+        "edges": torch.tensor([graph.edge_index.shape[1] for graph in graphs], device=graphs[0].x.device),
     }
     if (features := _of_all(graphs, "edge_attr")) is not None:
         batch["edge_attr"] = pad_rows(features, 0)
