@@ -1,25 +1,27 @@
-"""The command line: one function per verb, and what they share."""
+"""The command line: one function per verb."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bayesformer.bench.arguments import parser
-from bayesformer.core.errors import unknown_name
+from bayesformer.bench.command_parts import (
+    check_file,
+    merged_settings,
+    print_to_stderr,
+    read_config,
+    run_and_report,
+    run_cells,
+    seed_list,
+    stored_results,
+    torch_threads,
+)
 from bayesformer.core.storage import read_json
-
-if TYPE_CHECKING:
-    from bayesformer.bench.records import Stored
-
-MAX_LINES = 10
-"""lines of one kind that are printed to standard error; of the others only their number"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,9 +64,9 @@ def demo(arguments: argparse.Namespace) -> int:
     from bayesformer.bench import demo as demo_comparison
     from bayesformer.core.workers import cores
 
-    cells = demo_comparison.cells(_seed_list(arguments.seeds))
+    cells = demo_comparison.cells(seed_list(arguments.seeds))
     print(demo_comparison.NOTE)
-    return _run_and_report(
+    return run_and_report(
         cells,
         arguments.output,
         cores() if arguments.workers is None else arguments.workers,
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     from bayesformer.bench.runner import missing_cells
     from bayesformer.methods import METHODS
 
-    config = _read_config(arguments.config)
+    config = read_config(arguments.config)
     tasks = arguments.tasks or config.pop("tasks", [])
     config.pop("tasks", None)
     if not tasks:
@@ -89,25 +91,25 @@ def run(arguments: argparse.Namespace) -> int:
     methods = arguments.methods.split(",") if arguments.methods is not None else listed
     seeds = config.pop("seeds", 1)
     seeds = arguments.seeds if arguments.seeds is not None else seeds
-    settings = _merge(config, arguments.set)
+    settings = merged_settings(config, arguments.set)
     methods = [m.strip() if isinstance(m, str) else m for m in methods]
-    cells = plan(tasks, methods, _seed_list(seeds), settings)
+    cells = plan(tasks, methods, seed_list(seeds), settings)
     if arguments.dry_run:
         missing = missing_cells(cells, arguments.results)
         print("\n".join([*map(str, missing), f"{len(missing)} of {len(cells)} cells would run."]))
         return 0
-    return _run_cells(cells, arguments.results, arguments.workers, arguments)
+    return run_cells(cells, arguments.results, arguments.workers, arguments)
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """`bayesformer report`: write the page of a results folder, or print a table."""
+    """`bayesformer report`: write the HTML report of a results folder, or print a Markdown table; returns 0."""
     from bayesformer.bench.report import write_report
 
     target = arguments.output or arguments.results / "report.html"
-    _check_file(target, "--output")
+    check_file(target, "--output")
     if arguments.metric and not arguments.markdown:
         raise ValueError(f"--metric goes with --markdown; a page shows every metric. Got --metric {arguments.metric}.")
-    stored = _read_results(arguments.results)
+    stored = stored_results(arguments.results)
     results = stored.results
     if arguments.markdown or arguments.choose:
         from bayesformer.bench import markdown
@@ -157,7 +159,7 @@ def predict(arguments: argparse.Namespace) -> int:
     from bayesformer.bench.predicting import check_predictions, load_posterior, read_rows, write_predictions
 
     if arguments.output is not None:
-        _check_file(arguments.output, "--output")
+        check_file(arguments.output, "--output")
     task, posterior = load_posterior(arguments.posterior)
     rows = read_rows(arguments.data)
     predictive = task.answer(posterior.predict(task.inputs(rows), arguments.draws))
@@ -178,7 +180,7 @@ def generate(arguments: argparse.Namespace) -> int:
     from bayesformer.posterior import Posterior
 
     if arguments.html is not None:
-        _check_file(arguments.html, "--html")
+        check_file(arguments.html, "--html")
     read_json(arguments.posterior / "posterior.json", "posterior")  # before the model, which takes its time
     try:
         model, tokenizer = read_model(arguments.model, arguments.gguf)
@@ -208,12 +210,10 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def study(arguments: argparse.Namespace) -> int:
-    """`bayesformer study`: run or read what the study needs and show its answer."""
-    verbs = {"cold": _study_cold, "cost": _study_cost, "graphs": _study_graphs, "attention": _study_attention}
-    verbs |= {"fidelity": _study_fidelity, "weights": _study_weights, "bars": _study_bars, "priors": _study_priors}
-    verbs |= {"reproduce": _study_reproduce, "citations": _study_citations, "summary": _study_summary}
-    verbs |= {"continual": _study_continual, "unknown": _study_unknown, "glue": _study_glue}
-    return verbs[arguments.name](arguments)
+    """`bayesformer study`: run or read what a study needs and show its answer."""
+    from bayesformer.study.commands import STUDIES
+
+    return STUDIES[arguments.name](arguments)
 
 
 def results(arguments: argparse.Namespace) -> int:
@@ -224,8 +224,8 @@ def results(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         packing = pack(folder)
         print(f"{packing.path}: {packing.cells} cells, {packing.moved} of them from files of their own")
-        _print_to_stderr([f"{cell}: of its results the latest was kept" for cell in packing.replaced])
-        _print_to_stderr([f"left: {text}" for text in packing.left])
+        print_to_stderr([f"{cell}: of its results the latest was kept" for cell in packing.replaced])
+        print_to_stderr([f"left: {text}" for text in packing.left])
         code = 1 if packing.left else code
     return code
 
@@ -247,7 +247,7 @@ def data(arguments: argparse.Namespace) -> int:
     from bayesformer.study import ambiguous_digits
 
     recipe = ambiguous_digits.Recipe(images=arguments.images, seed=arguments.seed)
-    with _threads(1), bars(False if arguments.quiet else None) as reporter:
+    with torch_threads(1), bars(False if arguments.quiet else None) as reporter:
         facts = ambiguous_digits.make(fetched_folder(), recipe, reporter)
     print(ambiguous_digits.told(facts))
     return 0
@@ -269,7 +269,7 @@ def _reference_make(arguments: argparse.Namespace) -> int:
     if arguments.workers < 1:
         raise ValueError(f"--workers must be at least 1; got {arguments.workers}.")
     for name in expand(arguments.problems, PROBLEMS, "reference problem"):
-        with _threads(1), bars(False if arguments.quiet else None) as reporter:
+        with torch_threads(1), bars(False if arguments.quiet else None) as reporter:
             print(f"wrote {make(name, arguments.folder, reporter, arguments.workers)}")
         print("\n".join(f"  {finding.sentence}" for finding in check(name, arguments.folder)))
     return 0
@@ -303,400 +303,3 @@ def _reference_check(arguments: argparse.Namespace) -> int:
         for right, sentence in found:
             print(f"{'ok  ' if right else 'NOT '} {name}: {sentence}")
     return 0 if all(right for found in findings.values() for right, _ in found) else 1
-
-
-def _study_fidelity(arguments: argparse.Namespace) -> int:
-    """Draw stored results of the tasks fidelity/* and print their tables."""
-    from bayesformer.study import fidelity_cost
-
-    target = arguments.output or arguments.results / "fidelity.svg"
-    _check_file(target, "--output")
-    results = _read_results(arguments.results).results
-    print(fidelity_cost.overview(results) if arguments.brief else fidelity_cost.table(results))
-    print(f"figure: {fidelity_cost.figure(results, target)}")
-    return 0
-
-
-def _study_bars(arguments: argparse.Namespace) -> int:
-    """Run the fits that are missing and print how near to known posteriors they are."""
-    from bayesformer.study import bars
-
-    _check_file(arguments.output, "--output")
-    chosen, methods = ([part.strip() for part in text.split(",")] for text in (arguments.problems, arguments.methods))
-    seeds = _seed_list(arguments.seeds)
-    if arguments.page is not None:
-        bars.split_page(arguments.page)
-    if arguments.add:
-        bars.add_rows(arguments.output, arguments.add)
-    rows = bars.run(chosen, methods, seeds, arguments.output, lambda line: print(line, file=sys.stderr))
-    text = bars.report(rows, arguments.output.parent)
-    print(text)
-    if arguments.page is not None:
-        bars.write_into(arguments.page, text)
-    return 0
-
-
-def _study_weights(arguments: argparse.Namespace) -> int:
-    """Train or find the networks, then write statistics, figures and priors."""
-    from bayesformer.core.progress import bars
-    from bayesformer.datasets.places import cache_folder
-    from bayesformer.study import weight_figures, weight_study
-    from bayesformer.study.weight_networks import export, train_networks
-
-    figures = arguments.figures or arguments.results
-    if arguments.stored:
-        studies = weight_study.stored(arguments.results, arguments.task)
-        print(f"page: {weight_figures.write_page(studies, figures)}")
-        return 0
-    groups = _merge({}, arguments.set)
-    if unknown := set(groups) - {arguments.task, "training"}:
-        raise ValueError(f"--set must be of {arguments.task} or training; got {unknown.pop()!r}.")
-    if arguments.out is not None:
-        _check_file(arguments.out, "--out")
-    folder = arguments.folder or cache_folder() / "networks"
-    with _threads(arguments.threads), bars(False if arguments.quiet else None) as reporter:
-        trained = train_networks(
-            arguments.task,
-            arguments.networks,
-            folder,
-            groups.get(arguments.task),
-            groups.get("training"),
-            reporter,
-        )
-        print(f"{arguments.task}: {len(trained.theta)} networks of {trained.space.size} weights in {folder}/")
-        if arguments.export is not None:
-            print(f"weights: {export(trained, arguments.export)}")
-        if arguments.train_only:
-            return 0
-        study = weight_study.study_weights(trained, reporter=reporter)
-    stem = arguments.task.replace("/", "-")
-    print(weight_study.table(study))
-    print(f"statistics: {weight_study.write(study, arguments.results / f'{stem}.json')}")
-    print(f"priors: {weight_study.write_priors(study, arguments.out or arguments.results / f'{stem}.toml')}")
-    for path in weight_figures.draw_all(study, figures):
-        print(f"figure: {path}")
-    return 0
-
-
-def _study_priors(arguments: argparse.Namespace) -> int:
-    """Run the missing cells and draw the figure."""
-    from bayesformer.bench.records import read_results
-    from bayesformer.study import prior_scale, weight_study
-
-    tasks = [task.strip() for task in arguments.tasks.split(",")]
-    files = {task: arguments.weights / f"{task.replace('/', '-')}.json" for task in tasks}
-    derived = {task: weight_study.read(path).priors() for task, path in files.items() if path.exists()}
-    cells = prior_scale.cells(tasks, _seed_list(arguments.seeds), derived, _merge({}, arguments.set))
-    arguments.no_posteriors = True
-    code = _run_cells(cells, arguments.results, arguments.workers, arguments)
-    keys = {(cell.task, cell.key) for cell in cells}
-    results = [r for r in read_results(arguments.results).results if (r["task"], r["key"]) in keys]
-    if results:
-        print(prior_scale.table(results))
-        print(f"figure: {prior_scale.figure(results, arguments.results / 'priors.svg')}")
-    return code
-
-
-def _study_reproduce(arguments: argparse.Namespace) -> int:
-    """Run what is missing of the study, or forecast it, and write its pages."""
-    from bayesformer.core.progress import bars
-    from bayesformer.core.workers import cores
-    from bayesformer.datasets.places import cache_folder
-    from bayesformer.study.reproduction import study_figures, study_page
-    from bayesformer.study.reproduction.agenda import StudyFolders
-    from bayesformer.study.reproduction.description import read_description
-    from bayesformer.study.reproduction.reproduce import Reproduction, plan_text
-
-    if arguments.hours is not None and arguments.hours <= 0:
-        raise ValueError(f"--hours must be above 0; got {arguments.hours}.")
-    workers = cores() if arguments.workers is None else arguments.workers
-    if workers < 1:
-        raise ValueError(f"--workers must be at least 1; got {workers}.")
-    description = read_description(arguments.description)
-    networks = arguments.networks or cache_folder() / "networks"
-    folders = StudyFolders(arguments.results, arguments.weights, networks)
-    if arguments.figure is not None:
-        target = arguments.pages / f"figure-{arguments.figure}.svg"
-        print(study_figures.draw_figure(study_page.read_stored(description, folders), arguments.figure, target))
-        return 0
-    code = 0
-    if not arguments.report_only:
-        shown = ["cells", "measuring"]
-        with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=shown) as reporter:
-            study = Reproduction(description, folders, workers, reporter)
-            if arguments.forecast:
-                study.check_data(arguments.only)
-                print(plan_text(study.forecast(arguments.only), workers))
-                return 0
-            ended = study.run(arguments.only, arguments.hours)
-        print(f"{ended.done} cells run; {ended.left} steps of the plan are left, call again to go on.")
-        for cell, problem in ended.failed:
-            print(f"FAILED {cell}: {problem}", file=sys.stderr)
-        code = 1 if ended.failed else 0
-    for path in study_page.write_pages(description, folders, arguments.pages):
-        print(f"wrote {path}")
-    return code
-
-
-def _study_cold(arguments: argparse.Namespace) -> int:
-    """Run the missing cells and draw the figure."""
-    from bayesformer.bench.records import read_results
-    from bayesformer.study import cold
-
-    cells = cold.cells([t.strip() for t in arguments.tasks.split(",")], _seed_list(arguments.seeds))
-    if arguments.forecast:
-        from bayesformer.study.reproduction.forecast import Forecaster, forecast_of
-
-        with _threads(1):
-            print(forecast_of(cells, Forecaster(kept=False)))
-        return 0
-    arguments.no_posteriors = True
-    code = _run_cells(cells, arguments.results, arguments.workers, arguments)
-    keys = {(cell.task, cell.key) for cell in cells}  # with every seed that is stored
-    results = [r for r in read_results(arguments.results).results if (r["task"], r["key"]) in keys]
-    if results:
-        print(cold.table(results))
-        print(f"figure: {cold.figure(results, arguments.results / 'cold.svg')}")
-    return code
-
-
-def _study_continual(arguments: argparse.Namespace) -> int:
-    """Do the missing episodes, then print the table and draw the figure."""
-    from bayesformer.bench.records import read_results
-    from bayesformer.study import continual, continual_table
-
-    places = _choices(arguments.places, continual.PLACES, "--places")
-    if not arguments.stored:
-        say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        course = continual.Course(continual.open_shelf, arguments.results, say=say)
-        with _threads(1):
-            course.all(places, _seed_list(arguments.seeds))
-    results = read_results(arguments.results).results
-    print(continual_table.table(results))
-    print(f"figure: {continual_table.figure(results, arguments.results / 'continual.svg')}")
-    return 0
-
-
-def _study_unknown(arguments: argparse.Namespace) -> int:
-    """Do the missing trainings and evaluations, then print the table and draw the figure."""
-    from bayesformer.bench.records import read_results
-    from bayesformer.study import unknown_prompts, unknown_table
-
-    places = _choices(arguments.places, unknown_prompts.PLACES, "--places")
-    ways = _choices(arguments.ways, unknown_prompts.WAYS, "--ways")
-    if not arguments.stored:
-        say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-        study = unknown_prompts.Examination(unknown_prompts.open_questions, arguments.results, say=say)
-        with _threads(1):
-            study.all(places, ways)
-    results = read_results(arguments.results).results
-    print(unknown_table.table(results))
-    print(f"figure: {unknown_table.figure(results, arguments.results / 'unknown.svg')}")
-    return 0
-
-
-def _study_glue(arguments: argparse.Namespace) -> int:
-    """Print stored results of the tasks on a pretrained encoder."""
-    from bayesformer.study import sentence_table
-
-    results = _read_results(arguments.results).results
-    print(sentence_table.table(results, sentence_table.keep_errors(arguments.results)))
-    return 0
-
-
-def _choices(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Names from a comma-separated text, each one of those that are known."""
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise unknown_name(f"name of {option}", name, known)
-    return names
-
-
-def _study_cost(arguments: argparse.Namespace) -> int:
-    """Draw stored results."""
-    from bayesformer.study import prediction_cost
-
-    target = arguments.output or arguments.results / "cost.svg"
-    _check_file(target, "--output")
-    results = _read_results(arguments.results).results
-    print(prediction_cost.table(results))
-    print(f"figure: {prediction_cost.figure(results, target)}")
-    return 0
-
-
-def _study_graphs(arguments: argparse.Namespace) -> int:
-    """Print stored results as the paper's table."""
-    from bayesformer.study import citation_table
-
-    print(citation_table.table(_read_results(arguments.results).results))
-    return 0
-
-
-def _study_citations(arguments: argparse.Namespace) -> int:
-    """Run the baseline as often as asked for, and print what its accuracy depends on."""
-    from bayesformer.study import citation_runs
-
-    _check_file(arguments.output, "--output")
-    if arguments.runs < 1:
-        raise ValueError(f"--runs must be at least 1; got {arguments.runs}.")
-    variants = [variant.strip() for variant in arguments.variants.split(",")]
-    for variant in variants:
-        citation_runs.seeds_of(variant, 0)
-    with _threads(1):
-        found = citation_runs.runs(
-            arguments.graph, variants, arguments.runs, arguments.output, lambda line: print(line, file=sys.stderr)
-        )
-    for graph, mine in citation_runs.by_graph(found).items():
-        print(f"{graph}\n\n{citation_runs.table(mine)}\n\n{citation_runs.spread_text(mine)}")
-    return 0
-
-
-def _study_summary(arguments: argparse.Namespace) -> int:
-    """Write the tables that documents hold between markers, or say which are not up to date."""
-    from bayesformer.study import summary_table
-
-    stale = summary_table.write_documents(arguments.results, arguments.page, arguments.readme, arguments.check)
-    for path in stale:
-        print(f"{'not up to date:' if arguments.check else 'wrote'} {path}")
-    return 1 if stale and arguments.check else 0
-
-
-def _study_attention(arguments: argparse.Namespace) -> int:
-    """Draw the attention of a saved posterior."""
-    from bayesformer.bench.predicting import load_posterior
-    from bayesformer.study import map_study
-
-    _check_file(arguments.output, "--output")
-    task, posterior = load_posterior(arguments.posterior)
-    test = task.load().test
-    if not 0 <= arguments.index < len(test):
-        raise ValueError(f"--index must be in 0..{len(test) - 1}; got {arguments.index}.")
-    seen = posterior.attention_maps(test.take(slice(arguments.index, arguments.index + 1)).inputs, arguments.draws)
-    print(f"figure: {map_study.figure(seen, arguments.output)}")
-    return 0
-
-
-def _read_results(folder: Path) -> Stored:
-    """What a folder holds, at least one result; what cannot be read, or is stored twice, is said on standard error."""
-    from bayesformer.bench.records import read_results
-
-    stored = read_results(folder)
-    _print_to_stderr([f"skipped: {text}" for text in stored.damaged])
-    _print_to_stderr(stored.repeated)
-    if not stored.results:
-        raise ValueError(f"results folder {folder} must hold at least one result that can be read; it holds none.")
-    return stored
-
-
-def _print_to_stderr(lines: Sequence[str]) -> None:
-    """The first lines on standard error, and how many there are besides."""
-    for line in lines[:MAX_LINES]:
-        print(line, file=sys.stderr)
-    if len(lines) > MAX_LINES:
-        print(f"and {len(lines) - MAX_LINES} more like this.", file=sys.stderr)
-
-
-def _run_and_report(
-    cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace, title: str, note: str
-) -> int:
-    from bayesformer.bench.records import read_results
-    from bayesformer.bench.report import write_report
-
-    code = _run_cells(cells, folder, workers, arguments)
-    keys = {(cell.task, cell.key, cell.seed) for cell in cells}
-    results = [r for r in read_results(folder).results if (r["task"], r["key"], r["seed"]) in keys]
-    if results:
-        page = write_report(results, folder / "report.html", title=title, note=note)
-        print(f"report page: {page}")
-    return code
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """A context in which torch has this many threads; afterwards the process has as many as before.
-
-    Small models gain little from threads, and lose by a factor of 30 where another process has the core.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _run_cells(cells: list[Any], folder: Path, workers: int, arguments: argparse.Namespace) -> int:
-    from bayesformer.bench.records import read_results
-    from bayesformer.bench.report.wording import count
-    from bayesformer.bench.runner import run
-    from bayesformer.bench.tables import print_tables
-    from bayesformer.bench.trial import Options
-    from bayesformer.core.progress import bars
-
-    if workers < 1:
-        raise ValueError(f"--workers must be at least 1; got {workers}.")
-    if arguments.threads < 1:
-        raise ValueError(f"--threads must be at least 1; got {arguments.threads}.")
-    options = Options(
-        folder,
-        workers,
-        getattr(arguments, "strategy", "auto"),
-        not getattr(arguments, "no_posteriors", False),
-        networks=getattr(arguments, "networks", None),
-    )
-    with _threads(arguments.threads), bars(False if arguments.quiet else None, lines=["cells"]) as reporter:
-        outcome = run(cells, options, reporter)
-    keys = {(cell.task, cell.key, cell.seed) for cell in cells}
-    print_tables([r for r in read_results(folder).results if (r["task"], r["key"], r["seed"]) in keys])
-    print(f"{count(len(outcome.done), 'cell')} run, {outcome.skipped} were there already, results in {folder}/")
-    for cell, problem in outcome.failed:
-        print(f"FAILED {cell}: {problem}", file=sys.stderr)
-    return 1 if outcome.failed else 0
-
-
-def _check_file(path: Path, name: str) -> None:
-    """Refuse a folder where a file is to be written, before any work."""
-    if path.is_dir():
-        raise ValueError(f"{name} must be a file; {path} is a folder.")
-
-
-def _seed_list(count: Any) -> list[int]:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"seeds must be a whole number of at least 1; got {count!r}.")
-    return list(range(count))
-
-
-def _read_config(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    if path.is_dir():
-        raise ValueError(f"config {path} must be a TOML file; it is a folder.")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"config {path} does not exist.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config {path} is not valid TOML: {error}.") from error
-
-
-def _merge(config: dict[str, Any], assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Groups of settings from a file, then those of --set on top."""
-    from bayesformer.bench.tasks import TASKS
-    from bayesformer.core.settings import parse_assignment
-    from bayesformer.methods import EVERY_METHOD
-
-    groups = ["training", *EVERY_METHOD, *TASKS]
-    for name, value in config.items():
-        if isinstance(value, dict):
-            continue
-        if name in groups:
-            raise ValueError(f"{name} in the configuration must be a table of settings, [{name}]; got {value!r}.")
-        raise unknown_name("entry of the configuration", name, ["tasks", "methods", "seeds", "training"])
-    settings = {name: dict(values) for name, values in config.items()}
-    for text in assignments:
-        (group, name), value = parse_assignment(text)
-        settings.setdefault(group, {})[name] = value
-    return settings

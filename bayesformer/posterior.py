@@ -3,69 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from bayesformer.attention import AttentionMap, MapRecorder, families
 from bayesformer.core.ambient_autocast import without_autocast
-from bayesformer.core.doubts import Doubt, doubts_in, warn_of
+from bayesformer.core.doubts import Doubt, doubts_in
 from bayesformer.core.pool import Pool
-from bayesformer.core.seeds import generator
 from bayesformer.core.strategy import Strategy
-from bayesformer.core.types import Draws, GaussianOutputs, Inputs, Outputs, Params
-from bayesformer.data import as_batches, as_inputs
-from bayesformer.data.inputs import inputs_to, leaves, map_inputs
-from bayesformer.data.unlabelled import Asked, InputBatches, TensorInputs
+from bayesformer.core.types import Inputs, Outputs, Params
+from bayesformer.data import as_batches
 from bayesformer.generation import Generation, SampledAnswers
-from bayesformer.inference.diagnostics import chain_words
-from bayesformer.laws import GaussianLaw, Law, Samples, buffers_of
+from bayesformer.laws import Law, Samples, buffers_of
 from bayesformer.layers.preparation import Preparation, prepared_tree
 from bayesformer.likelihoods import Likelihood, links
-from bayesformer.likelihoods.language import batches_for, check_tokens, padding_token
+from bayesformer.likelihoods.language import batches_for
 from bayesformer.likelihoods.links import Link
-from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive, Temperable
-from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
-from bayesformer.model.admission import check_count
-from bayesformer.model.randomness import find_randomness
+from bayesformer.likelihoods.predictive import Predictive, Temperable
 from bayesformer.model.shell import Shell
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.model.space import Space
 from bayesformer.predict import saving
 from bayesformer.predict.adapter_files import check_exportable, export_adapters, with_adapter, write_mean
-from bayesformer.predict.assemble import (
-    PASS_NUMBERS,
-    ROUND,
-    ROUND_NUMBERS,
-    Convert,
-    assemble,
-    pass_numbers,
-    rounds_of,
-    tensors_of,
+from bayesformer.predict.by_draws import draw_plan, drawn_outputs, drawn_parts, drawn_predictive
+from bayesformer.predict.by_gaussian import (
+    calibrate_on,
+    check_gaussian,
+    gaussian_outputs,
+    gaussian_parts,
+    gaussian_predictive,
 )
 from bayesformer.predict.conformal_sets import Conformal, conformal
-from bayesformer.predict.decoder_feeding import fed
 from bayesformer.predict.feature_gate import GatedPosterior, gated
-from bayesformer.predict.linearised import Linearised
-from bayesformer.predict.posterior_card import posterior_card
-from bayesformer.predict.sampled import DrawPlan, Sampler
+from bayesformer.predict.mean_passes import TRIAL_EXAMPLES, MeanPasses
+from bayesformer.predict.posterior_card import posterior_card, posterior_line
+from bayesformer.predict.question import Question, check_draws, inputs_for
+from bayesformer.predict.sampled import Sampler
 from bayesformer.predict.self_check import self_check
-from bayesformer.predict.streamlined import Calibration, RuleSettings, Streamliner
-from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
-from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
+from bayesformer.predict.streamlined import Calibration
+from bayesformer.predict.streamlined.calibrate import INPUTS
 from bayesformer.predict.tempering import best_temperature, with_temperature
-from bayesformer.predict.token_reduction import MISSING, TOP, TokenReduction, drawn_in_groups, reduced_rounds
+from bayesformer.predict.token_reduction import TOP
 from bayesformer.predict.variance_sources import layer_shares, squared_slopes
 from bayesformer.predict.ways import Way, check_way
 
 FEW_DRAWS = 8  # of the weights, for generating text and for adapters that are exported
-TRIAL_EXAMPLES = 2  # examples of a trial pass
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,45 +132,19 @@ class Posterior:
         return Pool(lambda: self.skeleton.shell(gradients=False))
 
     @cached_property
+    def mean_passes(self) -> MeanPasses:
+        """Passes at the mean of the law, by any number of threads."""
+        return MeanPasses(self.skeleton, self.law)
+
+    @property
     def at_mean(self) -> Pool[Shell]:
         """Shells with the weights at their mean, in evaluation mode, which can be differentiated."""
-        return Pool(self._mean_shell)
-
-    def _mean_shell(self) -> Shell:
-        shell = self.skeleton.shell()
-        shell.load(self.law.mean)
-        shell.load_buffers(buffers_of(self.law, 0))
-        shell.module.eval()
-        for parameter in shell.module.parameters():
-            parameter.grad = None
-        if self.law.buffers:  # a pass may change them, and the next starts from those of the law all the same
-            shell.module.register_forward_pre_hook(lambda *_: shell.load_buffers(buffers_of(self.law, 0)))
-        return shell
+        return self.mean_passes.shells
 
     @cached_property
-    def _linearised(self) -> Pool[Linearised]:
-        return Pool(lambda: Linearised(self._mean_shell().module, self.space, self.law))
-
-    @cached_property
-    def _streamliners(self) -> Pool[Streamliner]:
-        return Pool(lambda: Streamliner(self._mean_shell(), self.law))
-
-    @contextmanager
-    def _passes_at_mean(self, inputs: Inputs) -> Iterator[bool]:
-        """A context for passes at the mean of the law, in evaluation mode; yields whether they draw random numbers.
-
-        A model that does so even then takes them from a stream of its own. What is made on its first batch must be
-        made anew for each call, since that draws random numbers, too.
-        """
-        if "evaluation randomness" not in self._known:
-            trial_inputs = inputs_to(map_inputs(inputs, lambda x: x[:TRIAL_EXAMPLES]), self.device)
-            with self.at_mean.borrow() as shell, torch.no_grad():
-                self._known["evaluation randomness"] = find_randomness(shell.module, lambda: shell(trial_inputs))
-        found = self._known["evaluation randomness"]
-        with found.passing(generator(0, "mean", device=self.device)):
-            yield found.kind != "none"
-
-    # The calibration of streamlined prediction.
+    def known(self) -> dict[Any, Any]:
+        """What trial passes have found, so that each is made once."""
+        return {}
 
     @without_autocast
     def calibrated(self, data: Any = None) -> Posterior:
@@ -193,42 +154,19 @@ class Posterior:
         for predictive="streamlined"; a posterior that has none is calibrated anew by each call, on the inputs it is
         asked about. The calibration is saved with the posterior, and what it finds is part of `doubts`.
         """
-        _check_gaussian(self, "streamlined")
+        check_gaussian(self, "streamlined")
         if data is None and self.examples is None:
             raise ValueError("data must be given to calibrate a posterior that keeps no training inputs; got None.")
-        inputs = self.examples if data is None else self._inputs(data).first(INPUTS)
-        return replace(self, calibration=(self.law, self._calibrate(inputs)))
-
-    def _calibrate(self, inputs: Any) -> Calibration:
-        self._check_base()
-        given = inputs_to(inputs, self.device)
-        with self._passes_at_mean(given) as noisy, self._lent(self._streamliners, noisy) as streamliner:
-            return calibrate(streamliner, given, noisy=noisy)
+        inputs = self.examples if data is None else inputs_for(self.model, data).first(INPUTS)
+        return replace(self, calibration=(self.law, calibrate_on(self, inputs)))
 
     @property
-    def _calibrated(self) -> Calibration | None:
-        """The calibration that is there already, if any; that of another law does not count."""
+    def known_calibration(self) -> Calibration | None:
+        """The calibration of streamlined prediction, if one is there already; that of another law does not count."""
         if self.calibration is not None and self.calibration[0] is self.law:
             return self.calibration[1]
-        found: Calibration | None = self._known.get("calibration")
+        found: Calibration | None = self.known.get("calibration")
         return found
-
-    def _calibration(self, data: InputBatches) -> Calibration:
-        """The calibration: of this posterior, or made now; a function of the posterior and these inputs alone."""
-        found = self._calibrated
-        if found is None and self.examples is None:
-            return self._calibrate(data.first(INPUTS))
-        if found is None:
-            found = self._known["calibration"] = self._calibrate(self.examples)
-            warn_of(found.doubts)
-        return found
-
-    @staticmethod
-    @contextmanager
-    def _lent(pool: Pool[T], anew: bool) -> Iterator[T]:
-        """An object of the pool, or a new one of its kind."""
-        with (Pool(pool.make) if anew else pool).borrow() as one:
-            yield one
 
     @property
     def theta(self) -> Tensor:
@@ -248,7 +186,7 @@ class Posterior:
     @property
     def doubts(self) -> tuple[Doubt, ...]:
         """Why not to believe it as it stands: what the checks at the end of the fit found; empty if nothing."""
-        found = self._calibrated
+        found = self.known_calibration
         return (*doubts_in(self.facts), *(() if found is None else found.doubts))
 
     @without_autocast
@@ -265,12 +203,12 @@ class Posterior:
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:
         """Weights by name, each with a leading draw axis."""
         count = (self.law.available or self.default_draws) if draws is None else draws
-        self._check_draws(count, self.law.available)
+        check_draws(count, self.law.available)
         return self.space.views(self.law.rows(count, seed))
 
     def module(self, draw: int = 0, seed: int = 0) -> nn.Module:
         """A plain copy of the model with the weights and buffers of one draw, in evaluation mode."""
-        self._check_base()
+        self.check_base()
         last = None if self.law.available is None else self.law.available - 1
         if isinstance(draw, bool) or not isinstance(draw, int) or draw < 0 or (last is not None and draw > last):
             limit = "at least 0" if last is None else f"between 0 and {last}, the last of its draws"
@@ -281,10 +219,10 @@ class Posterior:
     def attention_maps(self, inputs: Inputs, draws: int | None = None, seed: int = 0) -> list[AttentionMap]:
         """Mean and spread of every attention map over the draws that `predict` makes, layer by layer."""
         count = self.draws if draws is None else draws
-        self._check_draws(count, None if self.noisy_draws else self.law.available)
-        batch = next(self._inputs(inputs).in_order(2**62, self.device))
+        check_draws(count, None if self.noisy_draws else self.law.available)
+        batch = next(inputs_for(self.model, inputs).in_order(2**62, self.device))
         with self.shells.borrow() as shell:
-            sampler = Sampler(shell, self._plan(count, seed), count, batch, "looped")
+            sampler = Sampler(shell, draw_plan(self, count, seed), count, batch, "looped")
             with MapRecorder(shell.module) as recorder:
                 for draw in range(count):
                     recorder.begin()
@@ -317,18 +255,17 @@ class Posterior:
             settings: for "streamlined" a `bayesformer.predict.streamlined.RuleSettings`, for "one_pass" a
                 `bayesformer.predict.one_pass.Settings`.
         """
-        way, data = self._way(predictive), self._inputs(inputs)
-        if way != "sampled":
-            return self._gaussian_outputs(way, data, self._batch_size(batch_size), settings)
-        found = self._sampled(data, draws, seed, batch_size, strategy, lambda outputs: {"values": outputs})
-        return Draws(found["values"])
+        way = self.predictive if predictive is None else predictive
+        question = Question(way, draws, None, seed, batch_size, strategy, settings)
+        answer = drawn_outputs if way == "sampled" else gaussian_outputs
+        return answer(self, inputs_for(self.model, inputs), question)
 
     @without_autocast
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Linearised outputs of a few inputs together: mean (N, ..., K), covariance of all their outputs, flattened."""
-        _check_gaussian(self, "linearised")
-        data = self._inputs(inputs)
-        with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
+        check_gaussian(self, "linearised")
+        data = inputs_for(self.model, inputs)
+        with self.mean_passes.linearised(data.first(TRIAL_EXAMPLES)) as one:
             return one.joint(next(data.in_order(2**62, self.device)))
 
     @without_autocast
@@ -337,9 +274,9 @@ class Posterior:
 
         By the linearised network on these inputs, summed over outputs and examples; the shares add up to 1.
         """
-        _check_gaussian(self, "linearised")
-        data = self._inputs(inputs)
-        with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy, self._lent(self._linearised, noisy) as one:
+        check_gaussian(self, "linearised")
+        data = inputs_for(self.model, inputs)
+        with self.mean_passes.linearised(data.first(TRIAL_EXAMPLES)) as one:
             return layer_shares(one, next(data.in_order(2**62, self.device)))
 
     @without_autocast
@@ -355,7 +292,7 @@ class Posterior:
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
             raise ValueError("inputs must be one tensor of real numbers to have a sensitivity.")
         count = min(10, self.law.available or 10) if draws is None else draws
-        self._check_draws(count, self.law.available)
+        check_draws(count, self.law.available)
         x = inputs.to(self.device)
         with self.shells.borrow() as shell:
             found = torch.zeros_like(x)
@@ -391,15 +328,10 @@ class Posterior:
         with the uncertainties, the `top` most probable tokens and, where inputs come with labels, their
         log-probabilities, reduced draw by draw. `full=True` gives the probabilities of all tokens under all draws.
         """
-        way = self._way(predictive)
-        if way != "sampled":
-            return self._of_gaussian(way, inputs, draws, link, seed, batch_size, settings, full, top)
-        if self._reduces(full, top):
-            return join_tokens(list(self._reduced(inputs, draws, link, seed, batch_size, strategy, top)))
-        latest: list[Any] = []
-        data = self._inputs(inputs)
-        tensors = self._sampled(data, draws, seed, batch_size, strategy, self._converter(link, latest))
-        return self._tempered(replace(latest[0], **tensors))
+        way = self.predictive if predictive is None else predictive
+        question = Question(way, draws, link, seed, batch_size, strategy, settings, full, top)
+        answer = drawn_predictive if way == "sampled" else gaussian_predictive
+        return answer(self, inputs_for(self.model, inputs), question)
 
     @without_autocast
     def predict_batches(
@@ -422,136 +354,17 @@ class Posterior:
         would be more than `ROUND_NUMBERS` numbers; a batch at a time where outputs are Gaussian. Options as for
         `predict`; of a language model they are reduced in the same way.
         """
-        way = self._way(predictive)
-        if way != "sampled":
-            yield from self._gaussian_parts(way, inputs, draws, link, seed, batch_size, settings, full, top)
-            return
-        if self._reduces(full, top):
-            yield from self._reduced(inputs, draws, link, seed, batch_size, strategy, top)
-            return
-        latest: list[Any] = []
-        convert = self._converter(link, latest)
-        data = self._inputs(inputs)
-        with self.shells.borrow() as shell:
-            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
-            size = self._pass_size(sampler, data, batch_size)
-            examples = min(ROUND, ROUND_NUMBERS // (sampler.count * self._numbers(sampler, data)))
-            for part in rounds_of(sampler, data.in_order(size, self.device), convert, max(1, examples)):
-                yield self._tempered(replace(latest[0], **part))
+        way = self.predictive if predictive is None else predictive
+        question = Question(way, draws, link, seed, batch_size, strategy, settings, full, top)
+        parts = drawn_parts if way == "sampled" else gaussian_parts
+        yield from parts(self, inputs_for(self.model, inputs), question)
 
-    def _of_gaussian(
-        self,
-        way: Way,
-        inputs: Any,
-        draws: int | None,
-        link: Link | None,
-        seed: int,
-        batch_size: int | None,
-        settings: Any,
-        full: bool,
-        top: int,
-    ) -> Predictive:
-        """The predictive of outputs that are Gaussian."""
-        if self._reduces(full, top):
-            parts = self._gaussian_parts(way, inputs, draws, link, seed, batch_size, settings, full, top)
-            return join_tokens([part for part in parts if isinstance(part, TokenPredictive)])
-        found = self.outputs(inputs, predictive=way, batch_size=batch_size, settings=settings)
-        return self._of_outputs(found, draws, link, seed)
+    def reduces(self, question: Question) -> bool:
+        """Whether predictions are reduced: the likelihood decides, unless all probabilities are asked for."""
+        return self.likelihood.reduces and not question.full
 
-    def _of_outputs(self, found: Outputs, draws: int | None, link: Link | None, seed: int) -> Predictive:
-        """The predictive of Gaussian outputs, by the link and the number of draws that hold here."""
-        count = self.default_draws if draws is None else draws
-        self._check_draws(count, None)
-        return self._tempered(self.likelihood.predictive(found, self.link if link is None else link, count, seed))
-
-    def _gaussian_parts(
-        self,
-        way: Way,
-        inputs: Any,
-        draws: int | None,
-        link: Link | None,
-        seed: int,
-        batch_size: int | None,
-        settings: Any,
-        full: bool,
-        top: int,
-    ) -> Iterator[Predictive]:
-        """Predictives of one batch after another by Gaussian outputs, reduced where the likelihood reduces."""
-        data, asked_about = self._inputs(inputs), self
-        if way == "streamlined":
-            _check_gaussian(self, way)
-            asked_about = replace(self, calibration=(self.law, self._calibration(data)))
-        if self._reduces(full, top):
-            yield from asked_about._reduced_gaussian(way, data, draws, link, seed, batch_size, settings, top)
-            return
-        size = self._batch_size(batch_size)
-        for part in data.in_order(size, self.device):
-            found = asked_about._gaussian_outputs(way, TensorInputs(part), size, settings)
-            yield self._of_outputs(found, draws, link, seed)
-
-    def _reduced_gaussian(
-        self,
-        way: Way,
-        data: InputBatches,
-        draws: int | None,
-        link: Link | None,
-        seed: int,
-        batch_size: int | None,
-        settings: Any,
-        top: int,
-    ) -> Iterator[TokenPredictive]:
-        """The same, reduced batch by batch and, where the outputs are drawn, a few draws at a time."""
-        chosen, count = self.link if link is None else link, self.default_draws if draws is None else draws
-        self._check_draws(count, None)
-        with self.at_mean.borrow() as shell, torch.no_grad():
-            each = max(1, shell(inputs_to(data.first(1), self.device)).numel())
-        size = max(1, min(self._batch_size(batch_size), PASS_NUMBERS // each))
-        for asked in data.labelled(size, self.device):
-            found = self._gaussian_outputs(way, TensorInputs(asked.inputs), size, settings)
-            reduction = self._reduction(asked, None, 1.0, top)
-            for some, own_seed in drawn_in_groups(size * each, count, chosen, seed):
-                made = self._tempered(self.likelihood.predictive(found, chosen, some, own_seed))
-                assert isinstance(made, CategoricalPredictive)
-                reduction.add_predictive(made)
-            yield reduction.result()
-
-    def _reduces(self, full: bool, top: int) -> bool:
-        """Whether predictions are reduced; the likelihood decides, unless all probabilities are asked for."""
-        if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-            raise ValueError(f"top must be a whole number, at least 1; got {top!r}.")
-        if not isinstance(full, bool):
-            raise ValueError(f"full must be True or False; got {full!r}.")
-        return self.likelihood.reduces and not full
-
-    def _reduced(
-        self,
-        inputs: Any,
-        draws: int | None,
-        link: Link | None,
-        seed: int,
-        batch_size: int | None,
-        strategy: Strategy,
-        top: int,
-    ) -> Iterator[TokenPredictive]:
-        """Reduced predictives of some examples at a time, in order, by draws of the weights."""
-        data = self._inputs(inputs)
-        with self.shells.borrow() as shell:
-            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
-            asked = data.labelled(self._pass_size(sampler, data, batch_size), self.device)
-            numbers = self._numbers(sampler, data)
-            yield from reduced_rounds(
-                sampler, asked, numbers, lambda one: self._reduction(one, link, self.tempering, top)
-            )
-
-    def _reduction(self, asked: Asked, link: Link | None, tempering: float, top: int) -> TokenReduction:
-        """An empty reduction for one batch, with its labels at the rows that answer them."""
-        labels = asked.labels
-        if labels is not None:
-            moved, counted = self.likelihood.align(labels, asked.mask)
-            labels = moved if counted is None else moved.masked_fill(~counted, MISSING)
-        return TokenReduction(self.likelihood, labels, link, tempering, top)
-
-    def _tempered(self, predictive: Predictive) -> Predictive:
+    def tempered(self, predictive: Predictive) -> Predictive:
+        """A predictive at the temperature that `calibrate` has chosen."""
         if self.tempering == 1:
             return predictive
         assert isinstance(predictive, Temperable)  # `calibrate` has refused others
@@ -635,7 +448,7 @@ class Posterior:
         if num_beams != 1:
             raise ValueError(f"num_beams must be 1, for generate has no beams; got {num_beams!r}.")
         draws = self._few_draws(draws)
-        self._check_base()
+        self.check_base()
         choose = Choosing(do_sample, temperature, top_p)
         return write(
             self,
@@ -654,7 +467,7 @@ class Posterior:
         """The draws asked for, checked; by default 8, or all there are if these are fewer."""
         available = None if self.noisy_draws else self.law.available
         draws = min(FEW_DRAWS, available or FEW_DRAWS) if given is None else given
-        self._check_draws(draws, available)
+        check_draws(draws, available)
         return draws
 
     @without_autocast
@@ -678,94 +491,14 @@ class Posterior:
         }
         return score_answers(self.generate(repeated, draws, **{"do_sample": True, **options}), answers)
 
-    def _converter(self, link: Link | None, latest: list[Any]) -> Convert:
-        """From outputs to the tensors of a predictive; the predictive itself is put into `latest`."""
-
-        def convert(outputs: Tensor) -> Params:
-            predictive = self.likelihood.predictive(Draws(outputs), link)
-            latest[:] = [predictive]
-            return tensors_of(predictive)
-
-        return convert
-
-    def _inputs(self, given: Any) -> InputBatches:
-        """Inputs in any form; of an encoder-decoder model with the decoder inputs that its labels make."""
-        data = fed(self.model, as_inputs(given, "inputs").padded_with(padding_token(self.model)))
-        check_count(self.model, data.inputs if isinstance(data, TensorInputs) else None)
-        check_tokens(self.model, data.inputs if isinstance(data, TensorInputs) else data.first(1), "inputs")
-        return data
-
-    def _sampled(
-        self,
-        data: InputBatches,
-        draws: int | None,
-        seed: int,
-        batch_size: int | None,
-        strategy: Strategy,
-        convert: Convert,
-    ) -> Params:
-        with self.shells.borrow() as shell:
-            sampler = self._sampler(shell, data, draws, seed, strategy, batch_size)
-            size = self._pass_size(sampler, data, batch_size)
-            return assemble(sampler, data.in_order(size, self.device), convert, data.num_data)
-
-    def _sampler(
-        self,
-        shell: Shell,
-        data: InputBatches,
-        draws: int | None,
-        seed: int,
-        strategy: Strategy,
-        batch_size: int | None,
-    ) -> Sampler:
-        count = self.draws if draws is None else draws
-        self._check_draws(count, None if self.noisy_draws else self.law.available)
-        self._check_base()
-        trial_inputs = inputs_to(data.first(TRIAL_EXAMPLES), self.device)
-        examples = min(self._batch_size(batch_size), data.num_data or ROUND)
-        return Sampler(shell, self._plan(count, seed), count, trial_inputs, strategy, self._known, examples)
-
-    def _plan(self, count: int, seed: int) -> DrawPlan:
-        noisy = bool(self.noisy_draws)
-        attention = not noisy and count > 1 and self.has_stochastic_attention  # one draw alone is its mean attention
-        return DrawPlan(self.law, noisy, attention, seed, self.dropout_rate, self.held)
-
     @cached_property
     def has_stochastic_attention(self) -> bool:
         """Whether the prepared model draws attention weights."""
         with self.shells.borrow() as shell:
             return bool(families(shell.module))
 
-    @cached_property
-    def _known(self) -> dict[Any, Any]:
-        """What trial passes have found, so that each is made once."""
-        return {}
-
-    def _pass_size(self, sampler: Sampler, data: InputBatches, wanted: int | None) -> int:
-        """Examples per pass: few where one example has many outputs."""
-        each = self._numbers(sampler, data)
-        most = pass_numbers(None if data.num_data is None else sampler.count * data.num_data * each)
-        return max(1, min(self._batch_size(wanted), most // each))
-
-    def _numbers(self, sampler: Sampler, data: InputBatches) -> int:
-        """Outputs of one example, counted by a trial pass on the first."""
-        one = inputs_to(data.first(1), self.device)
-        key = ("numbers", *(tuple(x.shape[1:]) for x in leaves(one) if isinstance(x, Tensor)))
-        if key not in self._known:
-            self._known[key] = max(1, sampler.trial(one).numel())
-        return int(self._known[key])
-
-    def _batch_size(self, given: int | None) -> int:
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise ValueError(f"batch_size must be a whole number, at least 1; got {given!r}.")
-        return given or (64 if self.device.type == "cpu" else 1024)
-
-    def _way(self, given: Way | None) -> Way:
-        way = self.predictive if given is None else given
-        check_way(way)
-        return way
-
-    def _check_base(self) -> None:
+    def check_base(self) -> None:
+        """Refuse to answer for a model whose frozen weights have changed since the fit."""
         changed = self.skeleton.changed()
         if changed is not None:
             raise ValueError(
@@ -773,53 +506,16 @@ class Posterior:
                 "had. Fit again, or give fit a copy of the model."
             )
 
-    def _gaussian_outputs(self, way: Way, data: InputBatches, batch_size: int, settings: Any) -> Outputs:
-        _check_gaussian(self, way)
-        _check_settings(way, settings)
-        self._check_base()
-        calibration = self._calibration(data) if way == "streamlined" else None
-        batches = data.in_order(batch_size, self.device)
-        with self._passes_at_mean(data.first(TRIAL_EXAMPLES)) as noisy:
-            if way == "linearised":
-                with self._lent(self._linearised, noisy) as linearised:
-                    return linearised.over(batches, data.num_data)
-            if calibration is not None:
-                with self._lent(self._streamliners, noisy) as streamliner:
-                    return streamliner.over(batches, calibration, settings, data.num_data)
-            from bayesformer.predict.one_pass import one_pass_outputs
-
-            with self.at_mean.borrow() as shell:
-                found = one_pass_outputs(shell.module, self.space, self.law, batches, settings, data.num_data)
-            self._doubt_one_pass(data, found, noisy)
-            return found
-
-    def _doubt_one_pass(self, data: InputBatches, outputs: GaussianOutputs, noisy: bool) -> None:
-        """Say once if variances of one pass are far from those of draws, by the first inputs that were asked about."""
-        if "one_pass" in self._known or noisy:
-            return
-        with self._lent(self._streamliners, noisy) as streamliner:
-            ratio = variance_ratio(streamliner, inputs_to(data.first(EXAMPLES), self.device), outputs)
-        self._known["one_pass"] = doubt = one_pass_doubt(ratio)
-        warn_of([] if doubt is None else [doubt])
-
-    @staticmethod
-    def _check_draws(count: int, available: int | None) -> None:
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise ValueError(f"draws must be a whole number; got {count!r}.")
-        if count < 1 or (available is not None and count > available):
-            limit = "at least 1" if available is None else f"between 1 and {available}, the draws it has"
-            raise ValueError(f"draws must be {limit}; got {count}.")
-
     def save(self, folder: str | Path) -> Path:
         """Write `posterior.safetensors` and `posterior.json` to a folder.
 
         Of a PEFT model with one active adapter also PEFT's two files with its mean, for `PeftModel.from_pretrained`.
         """
-        self._check_base()
+        self.check_base()
         write_mean(self, Path(folder))
-        found = self._calibrated
+        found = self.known_calibration
         if found is None and self.predictive == "streamlined" and self.examples is not None:
-            found = self._calibrate(self.examples)
+            found = calibrate_on(self, self.examples)
         return saving.save(self, Path(folder), found)
 
     def export_adapters(self, folder: str | Path, draws: int | None = None, seed: int = 0) -> list[Path]:
@@ -831,7 +527,7 @@ class Posterior:
         """
         check_exportable(self, Path(folder))
         draws = self._few_draws(draws)
-        self._check_base()
+        self.check_base()
         return export_adapters(self, Path(folder), draws, seed)
 
     @classmethod
@@ -864,50 +560,4 @@ class Posterior:
         return posterior_card(self)
 
     def __repr__(self) -> str:
-        name = self.facts.get("method", {}).get("name", type(self.law).__name__)
-        state = {False: "has not converged", True: "converged", None: "convergence unknown"}
-        settled = self.facts.get("converged") or [None]
-        verdict = state[False if False in settled else None if None in settled else True]
-        found: Any = self.facts.get("coordinates") or self.facts
-        decrement = found[0].get("decrement") if isinstance(found, list) else found.get("decrement")
-        if decrement is not None:  # steps after the training went on to the mode
-            verdict = f"{decrement:.2g} standard deviations from the mode"
-        if "diagnostics" in self.facts:  # of Hamiltonian chains, which converge in another sense than a search does
-            verdict = chain_words(self.facts["diagnostics"])
-        init = f", started from {self.facts['init']} weights" if "init" in self.facts else ""
-        doubted = f", {len(self.doubts)} doubts (see .doubts)" if self.doubts else ""
-        prior = _chosen_prior(self.facts)
-        return (
-            f"Posterior({name}: {self.draws} draws over {self.space.size:,} weights of {type(self.model).__name__}, "
-            f"{type(self.likelihood).__name__.lower()} likelihood, {verdict}{init}{prior}{doubted})"
-        )
-
-
-def _chosen_prior(facts: Mapping[str, Any]) -> str:
-    """In words, that the prior is not N(0, 1) but one whose precision the fit chose, where it did."""
-    asked, found = facts.get("method", {}).get("prior_precision"), facts.get("prior_precision")
-    if not isinstance(asked, str) or not found:
-        return ""
-    shown = f"precision {found[0]:.3g}" if len(found) == 1 else f"{len(found)} precisions"
-    return f", prior of {shown} chosen from the data"
-
-
-def _check_settings(way: str, settings: Any) -> None:
-    """Refuse settings that belong to another way of predicting."""
-    from bayesformer.predict.one_pass import Settings
-
-    kinds: dict[str, type[Any] | None] = {"streamlined": RuleSettings, "one_pass": Settings}
-    kind = kinds.get(way)
-    if settings is not None and (kind is None or not isinstance(settings, kind)):
-        wanted = "None" if kind is None else f"a {kind.__module__.rpartition('.')[0]}.{kind.__name__}"
-        raise ValueError(f"settings must be {wanted} for predictive={way!r}; got {type(settings).__name__}.")
-
-
-def _check_gaussian(posterior: Posterior, way: str) -> None:
-    if not isinstance(posterior.law, GaussianLaw):
-        kind = type(posterior.law).__name__ if posterior.law.available is None else f"{posterior.law.available} draws"
-        what = "a random network" if posterior.noisy_draws else kind
-        raise ValueError(
-            f"predictive={way!r} needs a posterior that is a Gaussian over the weights; this one is {what}. "
-            "Use predictive='sampled'."
-        )
+        return posterior_line(self)

@@ -14,6 +14,7 @@ from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifie
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.posterior import Posterior
 from bayesformer.predict import sampled
+from bayesformer.predict.by_draws import draw_plan
 from tests.attention_zoo import STOCHASTIC
 
 
@@ -83,7 +84,7 @@ def test_draws_per_pass_depend_on_the_size_of_a_batch():
     for examples, draws, expected in [(64, 5, [2, 2, 1]), (1, 30, [30])]:  # 64 · 24 numbers per draw, and 24
         batch = torch.randn(examples, 24, 1)
         with made.shells.borrow() as shell:
-            sampler = sampled.Sampler(shell, made._plan(draws, 0), draws, batch[:2], "batched")
+            sampler = sampled.Sampler(shell, draw_plan(made, draws, 0), draws, batch[:2], "batched")
             assert [len(outputs) for _, _, outputs in sampler.passes([batch])] == expected
 
 

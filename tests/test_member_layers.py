@@ -48,7 +48,7 @@ def test_adapters_and_head_in_one_pass_are_separate_models(layers):
     posterior, batch = chain(bert(layers)), text()
     together = posterior.outputs(batch).values
     alone = torch.stack([posterior.module(draw)(**batch).logits for draw in range(4)])
-    assert posterior._known["shared base"] is not None
+    assert posterior.known["shared base"] is not None
     torch.testing.assert_close(together, alone.detach(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(posterior.outputs(batch, strategy="looped").values, together, atol=1e-5, rtol=1e-4)
 

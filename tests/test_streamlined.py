@@ -228,8 +228,8 @@ def test_the_calibration_of_another_law_is_not_used():
     posterior = fitted()[0].calibrated()
     law = posterior.law
     wider = replace(posterior, law=GaussianLaw(law.mean, (slice(0, law.size),), (Diagonal(4 * law.variance()),)))
-    assert wider._calibrated is None
-    assert posterior._calibrated is posterior.calibration[1]
+    assert wider.known_calibration is None
+    assert posterior.known_calibration is posterior.calibration[1]
 
 
 def test_errors_name_the_argument():
@@ -254,7 +254,7 @@ def test_errors_name_the_argument():
 def test_the_self_check_knows_a_right_rule_from_a_wrong_one():
     posterior, x = posterior_of(network(5), sd=1e-3), images(16)
     exact = posterior.outputs(x, predictive="linearised")
-    with posterior._streamliners.borrow() as streamliner:
+    with posterior.mean_passes.streamliner(x) as (streamliner, _):
         right = variance_ratio(streamliner, x, exact)
         wrong = variance_ratio(streamliner, x, exact._replace(factor=exact.factor * 0.5))
     # 16 inputs with 4 draws each of at least one dimension: relative error at most √(2 / 64) = .18
@@ -301,7 +301,7 @@ def test_variances_on_a_trained_network_are_those_of_draws():
 def test_draws_at_the_mean_have_the_tangents_of_the_jacobian():
     posterior, x = posterior_of(network(4), sd=1e-4), images(3)
     exact = posterior.outputs(x, predictive="linearised").variance
-    with posterior._streamliners.borrow() as streamliner:
+    with posterior.mean_passes.streamliner(x) as (streamliner, _):
         passes = streamliner.passes_of(False)
         pairs = list(passes.deviations(x, passes.at_mean(x), 400, 5, 0.03))
         theta = streamliner.shell.theta.clone()

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from bayesformer import cli
+from bayesformer.bench import command_parts
 from bayesformer.bench.planning import plan
 from bayesformer.core.errors import DamagedFileError
 from bayesformer.core.storage import read_checked
@@ -185,7 +186,7 @@ def test_the_command_writes_statistics_figures_and_priors_that_methods_take(trai
     assert weight_study.table(study) in (tmp_path / "page" / "README.md").read_text()
     drawn_again = (tmp_path / "page" / "toy-m1-tails.svg").read_text()
     assert drawn_again == (tmp_path / "toy-m1-tails.svg").read_text()
-    settings = cli._read_config(tmp_path / "priors.toml")
+    settings = command_parts.read_config(tmp_path / "priors.toml")
     (cell,) = plan(["toy/m1"], ["vi"], [0], {**settings, "toy/m1": SIZE})
     assert cell.method_settings["prior"] == study.priors()
     assert cli.main([*command[:3], "--networks", "1"]) == 2

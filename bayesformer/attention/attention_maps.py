@@ -83,7 +83,7 @@ class MapRecorder:
             handle.remove()
 
     def begin(self) -> None:
-        """Say that a new pass begins: layers that are called several times in it are told apart."""
+        """Start a new forward pass: reset the counters that number the calls of a layer within one pass."""
         self._calls = {}
 
     def maps(self) -> list[AttentionMap]:

@@ -61,9 +61,11 @@ def run(
     reporter: Reporter | None = None,
     on_end: Callable[[Cell], None] | None = None,
 ) -> Outcome:
-    """Run the cells that have no result yet; each result is safe on disk as soon as its cell ends.
+    """Train and evaluate the cells that have no result in `options.results`, and write each result when its cell ends.
 
-    `on_end` is told of every cell that was run, before `reporter` is.
+    A cell is one task, method and seed. One that fails is recorded in the outcome and does not stop the others.
+    Checkpoints are deleted when no cell needs them any more. `on_end` is called after each cell, failed or not, before
+    `reporter`.
     """
     reporter = reporter or Silent()
     check_writable(options.results)

@@ -48,7 +48,7 @@ class _Lines:
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115  as long as the process lives
 
     def put(self, news: tuple[str, int, int, str]) -> None:
-        """Append one report: task, units done, units in total, note."""
+        """Append one progress report (task, units done, units in total, note) to the file, as a line of JSON."""
         task, done, total, note = news
         self.file.write(json.dumps([task, int(done), int(total), str(note)]) + "\n")
         self.file.flush()

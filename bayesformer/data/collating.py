@@ -46,7 +46,7 @@ def collate(items: Sequence[Any], padding: Padding, name: str) -> Any:
 
 
 def collate_columns(columns: Mapping[str, Any], padding: Padding, name: str) -> Any:
-    """The same from columns, {key: one value per example}."""
+    """A batch of columns, {key: one value per example}: tensors, padded where rows are of unequal length."""
     left = set(columns) - {label_key(columns)} if padding.tokenizer is not None else set()  # to the tokenizer
     rows = {
         key: values if key in left else _rows(values, f"{key!r} of {name}", flags=key not in LABEL_KEYS)

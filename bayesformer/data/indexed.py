@@ -101,7 +101,7 @@ class Indexed(Batches):
         yield from self._batches(torch.arange(count, device="cpu"), places, self._stream, device)
 
     def raw_in_order(self, batch_size: int) -> Iterator[Any]:
-        """The same as the data give it, not split into inputs and targets."""
+        """Every example once, in order, as the data give it: not split into inputs and targets."""
         count = len(self.source)
         places = bounds(count, self.batch_size or batch_size)
         return self._read_all(torch.arange(count, device="cpu"), places, self._stream)
@@ -150,7 +150,7 @@ class Indexed(Batches):
         return other
 
     def raw_first(self, count: int) -> Any:
-        """The same as the data give it, not split into inputs and targets."""
+        """The first `count` examples as the data give them: not split into inputs and targets."""
         return self._read(list(range(min(count, len(self.source)))), self._stream)
 
     def _read_all(self, order: Tensor, places: Iterator[tuple[int, int]], stream: int) -> Iterator[Any]:

@@ -54,7 +54,7 @@ def leaves(inputs: Any) -> Iterator[Any]:
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
-    """The tensors of an input that have one row per example."""
+    """All tensors with at least one dimension in a (nested) input; their first dimension counts examples."""
     return [value for value in leaves(inputs) if per_example(value)]
 
 
@@ -87,7 +87,7 @@ def as_tensors(value: Any) -> Any:
 
 
 def fixed_tensors(value: Any) -> Any:
-    """The same without the graph that tensors come from: what is trained on is data, and gets no gradient."""
+    """Arrays and lists of numbers as tensors, detached from any graph: what is trained on gets no gradient."""
     return _mapped(as_tensors(value), lambda x: x.detach(), lambda part: isinstance(part, Tensor))
 
 

@@ -39,7 +39,7 @@ class Realisations(Batches):
             yield from self.data.realisation(number).in_order(batch_size, device)
 
     def epoch(self, batch_size: int, **options: Any) -> Iterator[Batch]:
-        """An epoch of the data themselves: training reads them anew in every one."""
+        """Training batches of one epoch of the underlying data: each example once, with a new random augmentation."""
         return self.data.epoch(batch_size, **options)
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:

@@ -120,7 +120,7 @@ class Streamed(Batches):
         self._rows = seen
 
     def raw_in_order(self, batch_size: int) -> Iterator[Any]:
-        """The same as the stream gives it, not split into inputs and targets."""
+        """The stream from its beginning as it is: not split into inputs and targets."""
         return self._raw(PrivateStream(fold(0, "in order")), batch_size, 0, False)
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:

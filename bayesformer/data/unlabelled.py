@@ -33,7 +33,7 @@ class InputBatches(Protocol):
         ...
 
     def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
-        """The same with labels, where the data have any."""
+        """Batches of inputs in the data's own order, with their labels and masks; None where the data have none."""
         ...
 
     def first(self, count: int) -> Inputs:
@@ -41,7 +41,7 @@ class InputBatches(Protocol):
         ...
 
     def first_labelled(self, count: int) -> Asked:
-        """The same with labels, where the data have any."""
+        """At most `count` examples with their labels and masks, for checks."""
         ...
 
     def padded_with(self, token: int) -> InputBatches:
@@ -65,7 +65,7 @@ class TensorInputs:
             yield asked.inputs
 
     def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
-        """The same with the labels and the mask that there are."""
+        """Batches of inputs, in order, with their labels and masks; those are None where the data have none."""
         for begin, end in bounds(len(first_tensor(self.inputs)), batch_size):
             inputs = inputs_to(map_inputs(self.inputs, lambda x, a=begin, b=end: x[a:b]), device)
             own = (None if x is None else x[begin:end].to(device or x.device) for x in (self.labels, self.mask))
@@ -76,7 +76,7 @@ class TensorInputs:
         return map_inputs(self.inputs, lambda x: x[:count])
 
     def first_labelled(self, count: int) -> Asked:
-        """The same with the labels and the mask that there are."""
+        """The first `count` examples with their labels and masks; those are None where the data have none."""
         return next(self.labelled(count))
 
     def padded_with(self, token: int) -> TensorInputs:  # noqa: ARG002
@@ -115,7 +115,7 @@ class ReadInputs:
             yield asked.inputs
 
     def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
-        """The same with the labels that there are."""
+        """Batches of inputs in the data's own order, with their labels; None where the data have none."""
         seen = 0
         for raw in self.reader.raw_in_order(batch_size):
             asked = asked_in(raw, self.reader.name, device, from_row(seen))
@@ -127,7 +127,7 @@ class ReadInputs:
         return self.first_labelled(count).inputs
 
     def first_labelled(self, count: int) -> Asked:
-        """The same with the labels that there are."""
+        """At most `count` examples with their labels; None where the data have none."""
         inputs, *labels = asked_in(self.reader.raw_first(count), self.reader.name)
         return Asked(map_inputs(inputs, lambda x: x[:count]), *(None if x is None else x[:count] for x in labels))
 

@@ -25,8 +25,10 @@ def four_columns(files: Sequence[bytes]) -> bytes:
 
 
 def version_1_2(files: Sequence[bytes]) -> bytes:
-    """The same of version 1.3 of the English treebank, with the one systematic change of its tags since 1.2 undone:
-    WDT was a determiner, as was DT in capitals."""
+    """Version 1.3 of the English treebank as lines of form, lemma and both tags, with tags as they were in 1.2.
+
+    One systematic change is undone: WDT was a determiner, as was DT in capitals.
+    """
     return _columns(files[0], undo=True)
 
 

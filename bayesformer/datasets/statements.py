@@ -99,7 +99,11 @@ def invented_word(source: torch.Generator) -> str:
 
 
 def wikipedia(prompts: Sequence[str], count: Callable[[str], int], seed: int = 0) -> list[str]:
-    """For each prompt a sentence on a subject that is no science, without its last word, with as many tokens."""
+    """One Wikipedia sentence per prompt, each used once, without its last word: a contrast to prompts of science.
+
+    Sentences come from the SQuAD articles that are not about science, shuffled by `seed`. Each prompt gets an unused
+    one whose number of tokens, by `count`, is equal or else nearest to its own.
+    """
     texts = [text for article in articles() if article.title not in SCIENCE for text in article.paragraphs]
     sentences = [s for text in texts for s in re.split(r"(?<=[a-z)]\.)\s+(?=[A-Z])", text) if s.endswith(".")]
     plain = [without_last_word(s)[0] for s in sentences if 30 <= len(s) <= 250 and s.isascii()]

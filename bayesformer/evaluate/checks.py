@@ -70,7 +70,10 @@ def check_values(predictive: GaussianPredictive, targets: Tensor) -> None:
 
 
 def check_categorical(predictive: Predictive) -> None:
-    """Refuse anything but class probabilities (L, B, ..., C) without NaN; -inf is a probability of 0."""
+    """Raise ValueError unless `predictive` is a CategoricalPredictive whose log_probs (L, B, ..., C) have no NaN.
+
+    -inf is allowed (probability 0). Whether probabilities add up to 1 is not checked.
+    """
     if not isinstance(predictive, CategoricalPredictive):
         raise ValueError(f"predictive must be a CategoricalPredictive; got {type(predictive).__name__}.")
     _check_questions(predictive.log_probs, "predictive.log_probs")

@@ -19,6 +19,7 @@ from bayesformer.likelihoods.language import unwrapped
 from bayesformer.model.adapters import virtual_tokens
 from bayesformer.model.calling import select_output
 from bayesformer.model.shell import Shell
+from bayesformer.predict.by_draws import draw_plan
 from bayesformer.predict.member_layers import SharedBase, find_shared_base
 from bayesformer.predict.sampled import DrawPlan
 
@@ -154,7 +155,7 @@ def make_decoder(
     One batch it is where most weights are the same in all draws, the others are in plain linear layers, nothing else is
     random, and two draws in one batch are the draws one by one on the trial inputs.
     """
-    plan = posterior._plan(draws, seed)
+    plan = draw_plan(posterior, draws, seed)
     looped: Callable[[], Decoder] = lambda: LoopedDecoder(posterior, plan, draws, trial, cached)  # noqa: E731
     if plan.noisy or plan.attention or draws == 1 or posterior.law.buffers:
         return looped()

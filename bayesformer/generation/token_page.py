@@ -85,7 +85,7 @@ def fragment(generation: Generation) -> str:
 
 
 def shade(epistemic: float) -> str:
-    """A CSS colour, more opaque for more epistemic uncertainty in nats."""
+    """A CSS colour, the more opaque the more epistemic uncertainty there is, fully so from `FULL` nats on."""
     return f"rgba(251,143,68,{min(1.0, max(0.0, epistemic) / FULL):.3f})"
 
 

@@ -47,7 +47,7 @@ def scores(log_joint: LogJoint, params: Params, batch: Batch) -> tuple[Tensor, T
 
 
 def looped_scores(log_joint: LogJoint, params: Params, batch: Batch) -> tuple[Tensor, Tensor, Params]:
-    """The same, one example after the other, for log joints that cannot be vmapped and parameters of one member."""
+    """Values, outputs and gradients of each example, one after the other: for log joints that vmap cannot take."""
     gradient, found = value_and_grad(log_joint), []
     for i in range(examples(params, batch)):
         value, outputs, grad = gradient(params, tree_map(partial(_one, i), batch))

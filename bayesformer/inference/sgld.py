@@ -72,7 +72,10 @@ def check_settings(
     friction: float = 1.0,
     sigma: float = 1.0,
 ) -> None:
-    """Refuse numbers that no sampler can use; values of schedules are not checked."""
+    """Raise ValueError unless lr, friction and sigma are positive, temperature and beta at least 0, and all are finite.
+
+    beta is at most 2 friction / (temperature lr). Settings that are schedules are not checked.
+    """
     for name, value in {"lr": lr, "friction": friction, "sigma": sigma}.items():
         if not callable(value) and not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite; got {value}.")

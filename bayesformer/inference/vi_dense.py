@@ -159,7 +159,7 @@ def ravel(params: Params) -> Tensor:
 
 
 def unravel(vector: Tensor, like: Params) -> Params:
-    """The vector as parameters in the names and shapes of `like`."""
+    """Views of `vector` (P,) with the names and shapes of `like`; the inverse of `ravel`."""
     if list(like) == [THETA]:
         return {THETA: vector}
     parts = vector.split([p.numel() for p in like.values()])

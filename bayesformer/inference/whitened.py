@@ -52,10 +52,11 @@ def build(log_joint: LogJoint, root: Root, make: Callable[[LogJoint], Transform]
 
 
 def configuration(state: WhitenedState) -> Tensor:
-    """() or (L,): the configurational temperature in units of the log joint, from the chain's own gradients.
+    """() or (L,): an estimate of the temperature T at which a chain samples exp(U / T), with U the log joint over N.
 
-    The mean of -φ · ∇U_φ over the weights and over the measured steps. In an epoch without replacement a chain has
-    moved with the batches that it sees, which makes it a little too high.
+    The posterior has T = 1/N. The estimate is -φᵀ∇U(φ) / P, with P the number of weights, averaged over the steps
+    after the burn-in (0 before there are any), by the chain's own minibatch gradients. In batches without replacement
+    these depend on the chain's moves, which makes the estimate slightly too high.
     """
     return state.virial / state.measured.clamp_min(1)
 

@@ -102,7 +102,7 @@ class Capture:
         return outputs, self._sites(recorder)
 
     def adapting(self, inputs: Inputs) -> tuple[Tensor, list[Site]]:
-        """The same, where parameters used in another way than before are followed by backward passes from here on."""
+        """Outputs and sites; parameters used in another way than before are followed by backward passes from now on."""
         try:
             return self(inputs)
         except UseChangedError as error:

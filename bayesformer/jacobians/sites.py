@@ -105,7 +105,7 @@ class Site(Protocol):
         ...
 
     def per_example(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
-        """The same in the whole parameter, (S, B, *shape), 0 where the site does not see it."""
+        """(S, B, *shape): each example's gradient in the whole parameter, 0 where the site does not see it."""
         ...
 
 
@@ -196,7 +196,11 @@ class EmbeddingSite(_Placed):
         return gradient
 
     def values(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
-        """(S, B, V · D): g summed over the positions of each token."""
+        """(S, B, V · D): gradients of S columns in the embedding table, for each example, flattened.
+
+        Row v of the table gets the sum of `gradient` (S, B, R, D) over the positions where token v occurs. `examples`
+        selects from B.
+        """
         g, tokens = gradient[:, examples], self.tokens[examples]
         table = g.new_zeros(*g.shape[:2], *self.part.shape)
         return table.scatter_add_(2, tokens.unsqueeze(-1).expand_as(g), g).flatten(2)

@@ -179,7 +179,7 @@ def _has_nan(predictive: Predictive) -> bool:
 
 
 def for_evidence(at: Quadratic) -> Quadratic:
-    """The same in float64, with dense matrices under one precision by their eigenvalues: log det is then a sum."""
+    """The curvature in float64, with dense matrices under one precision by their eigenvalues: log det is a sum."""
     members = at.groups.members
     structures = tuple(_clear(s, isinstance(m, int)) for s, m in zip(at.structures, members, strict=True))
     return replace(at, structures=structures)

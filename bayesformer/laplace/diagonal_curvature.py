@@ -69,7 +69,10 @@ class Used:
 
 
 def squares(group: SiteGroup, gradients: list[Tensor], used: Used | None = None) -> Tensor:
-    """Σ over columns and examples of the squared gradient, for the numbers of the group's stretch."""
+    """(size of the stretch,): squared gradients of examples, summed over columns and examples.
+
+    The stretch is the group's range in the flat parameter. An example's gradient is summed over its positions first.
+    """
     if group.kind == "linear":
         g, a = group.gradient(gradients, "linear"), group.inputs()
         found = linear_squares(*(used(group.key, g, a) if used is not None else (g, a)))

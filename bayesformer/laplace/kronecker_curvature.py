@@ -51,11 +51,18 @@ def fit(
     weighted: bool = False,
     widest: int | None = None,
 ) -> list[CurvaturePiece]:
-    """A block per matrix and per vector; factors longer than `widest` (`LARGE` by default) are cut.
+    """Kronecker-factored curvature B ⊗ A of every matrix and embedding, an exact block of every other parameter.
 
-    With `weighted` the inputs in A count by the squared length of the gradients at their place, Σ |g|² a aᵀ / Σ |g|²,
-    instead of equally. Both are exact where inputs and gradients are independent; where a classifier is sure of some
-    examples and not of others, the weighted factors are nearer to the matrix.
+    Exact blocks are dense up to `SMALL` numbers and diagonal above.
+
+    Args:
+        sweep: the pass over the data.
+        approximation: "expand" or "reduce", see above; by default "expand" for outputs per token, else "reduce".
+        large: how a factor with more than `widest` rows is kept: by its top `rank` eigenpairs, or its diagonal.
+        rank: the number of those eigenpairs.
+        weighted: weight the inputs in A by the squared length of their gradients, Σ |g|² a aᵀ / Σ |g|². Both forms are
+            exact if inputs and gradients are independent; this one is nearer if a classifier is sure of some examples.
+        widest: `LARGE` by default.
     """
     accumulators: dict[tuple[str, int], list[Accumulator]] = {}
     cut = Cut(LARGE if widest is None else widest, large, rank)

@@ -20,9 +20,10 @@ def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int 
 
         ELBO / N = mean_n [log p(y_n | x_n) - KL_n(attention)] - KL(weights) / N
 
-    With `num_data`, N, the answer is what to subtract from the log-likelihood of an example, whatever is random:
-    KL_n(attention) + KL(weights) / N, (B,), or () if no attention is. `bayesformer.loss` adds it to a loss, also to one
-    per token. Without N, it is KL_n(attention), (B,), or all of KL(weights), ().
+    With `num_data` = N it returns what to subtract from the log-likelihood of each example,
+    KL_n(attention) + KL(weights) / N, of shape (B,), or () if attention is not random. `bayesformer.loss` adds it to a
+    loss, also to one per token. Without `num_data` it returns KL_n(attention), (B,), or the whole KL(weights), (); a
+    model with both raises ValueError.
 
     The KL of weights counts variational weights and the regularisers of concrete dropout; where it has no closed form
     it is estimated from the draw of the latest forward pass. That of attention is of the latest forward pass, in
@@ -30,7 +31,7 @@ def kl_divergence(model: nn.Module, params: Params | None = None, num_data: int 
 
     Args:
         model: has random weights or stochastic attention, and has been called.
-        params: after `functional_call(model, params, ...)` the same: outside that call the model holds its own.
+        params: those given to `functional_call(model, params, ...)`; None uses the model's own.
         num_data: the number of training examples.
     """
     if params is not None:

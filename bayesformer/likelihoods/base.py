@@ -155,7 +155,7 @@ class Likelihood:
         return torch.ones(shape, dtype=torch.bool, device=targets.device) if mask is None else expand_mask(mask, shape)
 
     def counted(self, targets: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """The same, or None where all count: the mask to give to `bayesformer.evaluate` with these targets."""
+        """Which targets count, as a mask for `bayesformer.evaluate` with these targets; None where all do."""
         kept = self.kept(targets, mask)
         return None if bool(kept.all()) else kept
 
@@ -165,7 +165,10 @@ class Likelihood:
         return kept.reshape(len(kept), -1).sum(1)
 
     def align(self, targets: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Targets at the positions of the outputs that answer them, and which of those positions count (None: all)."""
+        """The targets, shifted so that entry t belongs to the output at t, and a boolean mask of those that count.
+
+        The mask is None if all do. Nothing is shifted here; `NextToken` shifts by one position.
+        """
         return targets, self.counted(targets, mask)
 
     def pairs(self, predictive: P, targets: Tensor, mask: Tensor | None = None) -> tuple[P, Tensor]:

@@ -40,7 +40,11 @@ class Bernoulli(Likelihood):
     def predictive(
         self, outputs: Outputs, link: Link | None = None, draws: int | None = None, seed: int = 0
     ) -> CategoricalPredictive:
-        """Two classes from one logit: probabilities (L, B, ..., 2) of no and yes."""
+        """Log-probabilities (L, B, ..., 2) of targets 0 and 1, from logits (L, B, ...) or from a Gaussian over logits.
+
+        Of a Gaussian, link "probit" gives one component (L = 1) in closed form; "mc" or None makes `draws` draws of
+        it.
+        """
         closed = closed_form(outputs, link, self.links)
         if closed is not None:
             return CategoricalPredictive(links.binary_probit(closed)[None])

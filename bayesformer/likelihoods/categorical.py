@@ -105,7 +105,7 @@ class Categorical(Likelihood):
 
     @property
     def next_token(self) -> Likelihood | None:
-        """NextToken, unless `aligned` says that labels and logits line up."""
+        """A NextToken likelihood with the same `ignore_index`, for causal language models; None if `aligned`."""
         from bayesformer.likelihoods.next_token import NextToken
 
         return None if self.aligned else NextToken(self.ignore_index)

@@ -87,7 +87,7 @@ class NextToken(Likelihood):
         return replace(found, ahead=self.ahead)
 
     def sample(self, outputs: Tensor, generator: torch.Generator) -> Tensor:
-        """(B, T): labels whose entry t + 1 is drawn from the logits at t; the first is ignored."""
+        """(B, T): labels whose entry t + 1 is drawn from the logits at t; entry 0 is `ignore_index`."""
         drawn = self._classes.sample(outputs, generator)
         return F.pad(drawn[:, :-1], (1, 0), value=self.ignore_index)
 

@@ -107,7 +107,10 @@ class HamiltonianChains(ABC):
         """The transform of the sampler at temperature / N with this kind of mass matrix."""
 
     def collect(self, steps: int) -> Collect:
-        """The states that are kept of a chain of this many transitions."""
+        """The steps of a chain of `steps` transitions after which its state is kept as a draw.
+
+        They are `draws` evenly spaced steps after the warm-up, the last one at the end of the chain.
+        """
         return Collect.spread(steps, self.warm_up, self.draws)
 
     def fit(self, problem: Problem) -> Posterior:

@@ -19,10 +19,11 @@ from bayesformer.model.space import Space
 
 
 class Shell:
-    """One module whose inferred weights are views of `theta` and whose gradients are views of `grad`.
+    """A copy of the model whose inferred weights are views of one vector `theta` (P,), their gradients views of `grad`.
 
-    A shell belongs to one thread at a time. Modes, hooks and attention are set on `module`, never on the user's
-    model. Do not call `module.to`, `zero_grad` or anything else that gives weights new memory: `verify` tells.
+    A shell is used by one thread at a time. Modes, hooks and attention are set on `module`, never on the user's model.
+    Do not call `module.to`, `zero_grad` or anything else that gives weights new memory: `verify` raises if that has
+    happened.
     """
 
     def __init__(self, skeleton: Skeleton, gradients: bool = True, theta: Tensor | None = None) -> None:

@@ -157,7 +157,7 @@ class Encoder(nn.Module):
         return self.encode(self.positions(x), valid)
 
     def encode(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The same for tokens that are marked with their positions already, of which some may be left out."""
+        """The encoded positions (B, T, D) of tokens that are marked with their positions; some may be left out."""
         mask = self.mask(x.shape[-2], valid)
         x = self.dropout(x)
         for block in self.blocks:

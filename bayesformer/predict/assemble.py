@@ -40,7 +40,7 @@ def assemble(sampler: Sampler, batches: Iterable[Inputs], convert: Convert, coun
 
 
 def rounds_of(sampler: Sampler, batches: Iterable[Inputs], convert: Convert, examples: int = ROUND) -> Iterator[Params]:
-    """The same, about so many examples at a time, for results that are reduced as they come."""
+    """The tensors of a result for about so many examples at a time: for results that are reduced as they come."""
     for some in _rounds(batches, examples):
         yield assemble(sampler, some, convert, sum(len(first_tensor(batch)) for batch in some))
 

@@ -38,7 +38,7 @@ class FedInputs:
             yield asked.inputs
 
     def labelled(self, batch_size: int, device: torch.device | str | None = None) -> Iterator[Asked]:
-        """The same with the labels that there are."""
+        """Batches of inputs in the data's own order, with the decoder inputs that their labels make."""
         for asked in self.data.labelled(batch_size, device):
             yield self._fed(asked)
 
@@ -47,7 +47,7 @@ class FedInputs:
         return self.first_labelled(count).inputs
 
     def first_labelled(self, count: int) -> Asked:
-        """The same with the labels that there are."""
+        """At most `count` examples with their labels and decoder inputs."""
         return self._fed(self.data.first_labelled(count))
 
     def padded_with(self, token: int) -> FedInputs:

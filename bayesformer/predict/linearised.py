@@ -98,7 +98,7 @@ class Linearised:
             return join_outputs(parts, num_data)
 
     def __call__(self, inputs: Inputs, batch_size: int = 64) -> GaussianOutputs:
-        """The same for inputs held as tensors."""
+        """Mean and covariance of the outputs of inputs that are held as tensors."""
         return self.over(_chunks(inputs, batch_size), len(first_tensor(inputs)))
 
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:

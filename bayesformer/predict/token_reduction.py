@@ -51,7 +51,7 @@ class TokenReduction:
         self.shape = torch.Size()
 
     def add(self, outputs: Tensor) -> None:
-        """Some draws, outputs (l, B, T, V)."""
+        """Add l draws of logits, (l, B, T, V), to the running sums."""
         for draw in outputs:
             self._add_draw(draw, self._predicted)
 
@@ -132,6 +132,17 @@ class TokenReduction:
             for name, value in found.items()
         }
         return TokenPredictive(**shaped, ahead=self.likelihood.ahead)
+
+
+def empty_reduction(
+    likelihood: Likelihood, asked: Asked, link: Link | None, tempering: float, top: int
+) -> TokenReduction:
+    """A reduction that has no draws yet, for one batch, with its labels at the rows that answer them."""
+    labels = asked.labels
+    if labels is not None:
+        moved, counted = likelihood.align(labels, asked.mask)
+        labels = moved if counted is None else moved.masked_fill(~counted, MISSING)
+    return TokenReduction(likelihood, labels, link, tempering, top)
 
 
 def reduced_rounds(

@@ -43,7 +43,7 @@ def make(name: str, place: Path | None = None, reporter: Reporter | None = None,
 def make_reference(
     name: str, problem: ReferenceProblem, place: Path, reporter: Reporter | None = None, workers: int = 1
 ) -> Path:
-    """The same for a problem that is given, under a name and in a folder of its own."""
+    """Compute the reference posterior of a problem that is given and write it under `name`; returns its file."""
     data = problem.data()
     exact = problem.exact(data)
     if exact is None:

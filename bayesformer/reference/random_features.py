@@ -44,7 +44,10 @@ class CosineFeatures(nn.Module):
 
 @dataclass(frozen=True)
 class RandomFeatures(ReferenceProblem):
-    """A Gaussian process through random cosine features, on 1-d data with a gap; exact by its kernel."""
+    """Bayesian linear regression on 300 random cosine features, from 1-d data with a gap in the inputs.
+
+    This is a Gaussian process, whose exact posterior comes from the kernel ΦΦᵀ of these features, not from its limit.
+    """
 
     width: int = 300
     """features F, and weights: more than there are data"""

@@ -115,7 +115,7 @@ def with_spread_in(case: Case, part: str) -> Case:
 
 
 def mlp_case() -> Case:
-    """Digits as vectors, 64-64-64-10 with ReLU."""
+    """Train a network 64-64-64-10 with ReLU on digits by variational inference; its posterior and test inputs."""
     data = digits.load()
 
     def build() -> nn.Module:
@@ -128,7 +128,7 @@ def mlp_case() -> Case:
 
 
 def vision_case() -> Case:
-    """The vision transformer of the task "digits"."""
+    """Train the vision transformer of the task "digits" by variational inference; its posterior and test inputs."""
     task = TASKS["digits"]()
     data = task.load()
     training = Training(epochs=24, batch_size=64, lr=3e-3, warmup=50, patience=0)
@@ -136,7 +136,7 @@ def vision_case() -> Case:
 
 
 def toy_case() -> Case:
-    """The transformer of the task "toy/m1"."""
+    """Train the transformer of the task "toy/m1" by variational inference; its posterior and test inputs."""
     task = TASKS["toy/m1"]()
     data = task.load()
     training = replace(task.training, epochs=16, lr=3e-3, patience=0)

@@ -110,7 +110,7 @@ class LeNet(nn.Module):
 
 
 class Mixtures(NamedTuple):
-    """Mixtures that passed the filter."""
+    """Images decoded from mixtures of 2 to 4 codes of MNIST digits, with the ensemble's predictions for them."""
 
     images: Tensor  # (N, 28, 28) bytes
     entropy: Tensor  # (N,), in nats

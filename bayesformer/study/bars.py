@@ -106,7 +106,10 @@ ON_NETWORKS: dict[str, dict[str, Any]] = {
 
 
 def bar_of(problem: str) -> Bar:
-    """The bar of a problem by its name."""
+    """The limits of error and spread within which a fit of this problem counts as right.
+
+    All networks share one `Bar`; other problems are looked up by the first word of their name.
+    """
     return NETWORK_BAR if problem in NETWORKS else BARS[problem.split(maxsplit=1)[0]]
 
 
@@ -230,7 +233,7 @@ def _line(problem: str, method: str, own: Sequence[Row]) -> str:
 
 
 def network_table(rows: Sequence[Row]) -> str:
-    """The same of networks: ratios of the spread inside, between and outside the data, and the distance to HMC."""
+    """Ratios of the spread of networks inside, between and outside the data, and the distance to HMC, in Markdown."""
     lines = [
         "| problem | method | inside | between | outside | Wasserstein | seeds | bar | doubts |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -29,7 +29,7 @@ class TopLayers(nn.Module):
         return cls(deepcopy(inner.layers[first:]), inner.norm, inner.rotary_emb, model.lm_head)
 
     def fresh(self) -> TopLayers:
-        """The same with layers of its own, sharing the rest."""
+        """A model with layers of its own, which shares norm, rotary embedding and head with this one."""
         return TopLayers(deepcopy(self.layers), self.norm, self.rotary, self.head)
 
     def forward(self, states: Tensor) -> Tensor:

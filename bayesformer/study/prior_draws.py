@@ -42,7 +42,11 @@ class PriorPredictive:
 
 
 def prior_predictives(trained: TrainedTask, derived: Mapping[str, str], seed: int = 0) -> dict[str, PriorPredictive]:
-    """The predictions on training inputs under every prior, by its name."""
+    """Histogram and means of predictive entropies, in nats, on 64 training inputs, for each prior by its name.
+
+    The priors: N(0, 1); `derived`, which gives a prior to each parameter by its name; the published one, if there is
+    one for this task; and Gaussian and Dirichlet attention around trained weights. 40 networks are drawn from each.
+    """
     batch = trained.data.train.take(slice(0, INPUTS))
     model = trained.task.model().eval()
     priors: dict[str, Prior] = {f"plain, {PLAIN}": as_prior(PLAIN), "of this study": as_prior(dict(derived))}

@@ -115,7 +115,7 @@ class Pupil:
         return ids if place == "lora" else trunk_states(self.model, ids, self.top).float()
 
     def text(self, place: str, part: str) -> Tensor:
-        """The same for text to learn, or to choose by; kept."""
+        """A part of the text as token numbers or as states below the last layer, computed once and kept."""
         key = f"{place} {part}"
         if key not in self.kept:
             self.kept[key] = self.given(place, getattr(self.questions, part))

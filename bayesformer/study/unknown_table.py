@@ -55,7 +55,7 @@ def interval(familiar: Tensor, foreign: Tensor, level: float = 0.95, seed: int =
 
 
 def interval_of_errors(values: Tensor, right: Tensor, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """The same for right against wrong answers (N,): statements are drawn, and fall on one side or the other."""
+    """An interval of the AUROC of right against wrong answers (N,), by drawing statements with replacement."""
     return _resampled(lambda rows: (values[rows][right[rows]], values[rows][~right[rows]]), len(values), level, seed)
 
 

@@ -124,7 +124,10 @@ def off_diagonal(matrix: Tensor) -> float:
 
 
 def off_diagonal_histogram(matrix: list[list[float]], edges: list[float]) -> list[float]:
-    """Density of the entries above the diagonal between the edges."""
+    """Histogram of the entries above the diagonal: len(edges) - 1 densities, for equally spaced edges.
+
+    Entries outside the edges count in the total, so that the integral is the share of entries inside.
+    """
     table = torch.tensor(matrix, dtype=torch.float64)
     index = torch.triu_indices(len(table), len(table), offset=1)
     values = table[index[0], index[1]]

@@ -12,11 +12,12 @@ SHARE = 0.02  # of the whole rise that may still be gained
 
 
 def has_converged(history: Sequence[Mapping[str, list[float]]], member: int, stopped: bool) -> bool | None:
-    """Whether a member's training has come to rest; None where the run is too short to tell.
+    """Whether the training of one member has converged; None after fewer than 10 epochs, when nothing can be told.
 
-    A run that ended because validation data stopped improving has. Otherwise a line is laid by least squares through
-    the log joints of the last two fifths of the epochs. The run is at rest if that line rises, over a fifth of the
-    epochs, by at most 2 % of the whole rise so far, or if its slope is within two standard errors of 0.
+    True if validation data stopped improving (`stopped`). Otherwise a line is fitted by least squares to the log
+    joints of the last two fifths of the epochs. The run has converged if the line gains, over a fifth of the epochs,
+    at most 2 % of the rise from the first epoch to the best, or if its slope is at most two standard errors, or
+    negative.
     """
     if stopped:
         return True

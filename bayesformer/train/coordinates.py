@@ -157,7 +157,10 @@ class _Search:
         self.rise: float | None = None
 
     def found(self) -> Coordinates:
-        """Mode, curvature, regime, coordinates, largest curvature, in this order."""
+        """Run the search: polish the mode, test the regime, choose the kind of W, compute W and extreme eigenvalues.
+
+        The mode is polished by Gauss-Newton steps, only for linear models and those whose (P, P) matrix is affordable.
+        """
         if self.dense or self.linear:
             found = polish(self.batch, self.theta, dense=self.dense, most=steps_allowed(self.batch, self.linear))
             self.theta, self.decrement, self.precision = found.theta, found.decrement, found.precision

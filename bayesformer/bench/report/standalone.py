@@ -25,7 +25,10 @@ class Key(NamedTuple):
 
 
 def write_svg(path: Path, width: float, height: float, content: Child) -> Path:
-    """Write a drawing of this size on the page's background, in its colours and type."""
+    """Write a standalone SVG file, `width` by `height` pixels, with the report's background, colours and fonts.
+
+    Returns `path`.
+    """
     drawn = tag(
         "svg",
         tag("style", Html(colour_sheet() + MARKS + FONT)),

@@ -42,7 +42,7 @@ def score_decimals(task: TaskResults) -> int:
 
 
 def difference_decimals(difference: Difference, digits: int) -> int:
-    """Enough decimals that a small difference is not written as zero."""
+    """Decimals to print: `digits`, or more to show the first significant digit of the mean, at most 6."""
     return min(max(digits, -_exponent(abs(difference.mean))), 6) if difference.mean else digits
 
 

@@ -27,7 +27,10 @@ rule(F.multi_head_attention_forward)(multi_head_attention_forward)
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 def matmul(input: Any, other: Any) -> Uncertain:
-    """A known matrix times an uncertain one, or two uncertain ones taken as independent."""
+    """Mean and variance of input @ other, one or both `Uncertain`; two uncertain ones are taken as independent.
+
+    A 2-d `other` that multiplies rows of `input` is treated as the weight of a linear layer.
+    """
     if input.dim() == 1 or other.dim() == 1:
         return _with_vector(input, other)
     if isinstance(input, Uncertain) and isinstance(other, Uncertain):

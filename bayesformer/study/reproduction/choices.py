@@ -76,8 +76,7 @@ class StudyChoices:
 
 
 def guessed(choices: StudyChoices, description: Description) -> StudyChoices:
-    """The same with the first try in the place of what has not been chosen, and one law where there are no priors: what
-    a forecast is made with."""
+    """The choices, with the first try for what has not been chosen and one law per missing prior: for a forecast."""
     found = StudyChoices(
         choices.path, dict(choices.priors), {task: dict(made) for task, made in choices.chosen.items()}
     )

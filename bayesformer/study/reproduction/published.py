@@ -34,7 +34,7 @@ PADDED = ("accuracy", "f1", "ece")
 
 
 class Published(NamedTuple):
-    """One number of a table, with the standard deviation that stands behind it there."""
+    """One number of a table of the thesis: its place there, its value, and the standard deviation after its ±."""
 
     table: str  # "3.1"
     dataset: str
