@@ -42,7 +42,7 @@ from bayesformer.predict.conformal_sets import Conformal, conformal
 from bayesformer.predict.feature_gate import GatedPosterior, gated
 from bayesformer.predict.mean_passes import TRIAL_EXAMPLES, MeanPasses
 from bayesformer.predict.posterior_card import posterior_card, posterior_line
-from bayesformer.predict.question import Question, check_draws, inputs_for
+from bayesformer.predict.request import Request, check_draws, inputs_for
 from bayesformer.predict.sampled import Sampler
 from bayesformer.predict.self_check import self_check
 from bayesformer.predict.streamlined import Calibration
@@ -256,9 +256,9 @@ class Posterior:
                 `bayesformer.predict.one_pass.Settings`.
         """
         way = self.predictive if predictive is None else predictive
-        question = Question(way, draws, None, seed, batch_size, strategy, settings)
+        request = Request(way, draws, None, seed, batch_size, strategy, settings)
         answer = drawn_outputs if way == "sampled" else gaussian_outputs
-        return answer(self, inputs_for(self.model, inputs), question)
+        return answer(self, inputs_for(self.model, inputs), request)
 
     @without_autocast
     def joint(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -329,9 +329,9 @@ class Posterior:
         log-probabilities, reduced draw by draw. `full=True` gives the probabilities of all tokens under all draws.
         """
         way = self.predictive if predictive is None else predictive
-        question = Question(way, draws, link, seed, batch_size, strategy, settings, full, top)
+        request = Request(way, draws, link, seed, batch_size, strategy, settings, full, top)
         answer = drawn_predictive if way == "sampled" else gaussian_predictive
-        return answer(self, inputs_for(self.model, inputs), question)
+        return answer(self, inputs_for(self.model, inputs), request)
 
     @without_autocast
     def predict_batches(
@@ -355,13 +355,13 @@ class Posterior:
         `predict`; of a language model they are reduced in the same way.
         """
         way = self.predictive if predictive is None else predictive
-        question = Question(way, draws, link, seed, batch_size, strategy, settings, full, top)
+        request = Request(way, draws, link, seed, batch_size, strategy, settings, full, top)
         parts = drawn_parts if way == "sampled" else gaussian_parts
-        yield from parts(self, inputs_for(self.model, inputs), question)
+        yield from parts(self, inputs_for(self.model, inputs), request)
 
-    def reduces(self, question: Question) -> bool:
+    def reduces(self, request: Request) -> bool:
         """Whether predictions are reduced: the likelihood decides, unless all probabilities are asked for."""
-        return self.likelihood.reduces and not question.full
+        return self.likelihood.reduces and not request.full
 
     def tempered(self, predictive: Predictive) -> Predictive:
         """A predictive at the temperature that `calibrate` has chosen."""

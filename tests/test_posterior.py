@@ -183,7 +183,7 @@ def test_predict_batches_of_large_outputs_are_small(monkeypatch):
     model = over(Tokens())
     ids = torch.randint(11, (40, 6))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    monkeypatch.setattr("bayesformer.posterior.ROUND_NUMBERS", 2 * 6 * 3 * 9)
+    monkeypatch.setattr("bayesformer.predict.by_draws.ROUND_NUMBERS", 2 * 6 * 3 * 9)
     shapes = [part.log_probs.shape[1] for part in model.predict_batches(inputs, batch_size=4)]
     assert shapes == [12, 12, 12, 4]  # nine examples would be enough numbers, in whole batches
 

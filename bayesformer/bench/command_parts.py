@@ -108,7 +108,7 @@ def check_file(path: Path, name: str) -> None:
 
 
 def seed_list(count: Any) -> list[int]:
-    """The seeds 0 to count - 1."""
+    """The seeds 0 to count - 1; a count that is no whole number or below 1 is refused."""
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"seeds must be a whole number of at least 1; got {count!r}.")
     return list(range(count))

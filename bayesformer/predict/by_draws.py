@@ -25,7 +25,7 @@ from bayesformer.predict.assemble import (
     tensors_of,
 )
 from bayesformer.predict.mean_passes import TRIAL_EXAMPLES
-from bayesformer.predict.question import Question, check_draws
+from bayesformer.predict.request import Request, check_draws
 from bayesformer.predict.sampled import DrawPlan, Sampler
 from bayesformer.predict.token_reduction import empty_reduction, reduced_rounds
 
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
 
 
-def drawn_outputs(posterior: Posterior, data: InputBatches, question: Question) -> Draws:
+def drawn_outputs(posterior: Posterior, data: InputBatches, request: Request) -> Draws:
     """Network outputs under draws of the weights, (L, N, ...)."""
-    return Draws(_assembled(posterior, data, question, lambda outputs: {"values": outputs})["values"])
+    return Draws(_assembled(posterior, data, request, lambda outputs: {"values": outputs})["values"])
 
 
-def drawn_predictive(posterior: Posterior, data: InputBatches, question: Question) -> Predictive:
+def drawn_predictive(posterior: Posterior, data: InputBatches, request: Request) -> Predictive:
     """The predictive distribution of all examples; that of a language model is reduced as it is made."""
-    if posterior.reduces(question):
-        return join_tokens(list(_reduced_parts(posterior, data, question)))
+    if posterior.reduces(request):
+        return join_tokens(list(_reduced_parts(posterior, data, request)))
     latest: list[Any] = []
-    tensors = _assembled(posterior, data, question, _converter(posterior, question.link, latest))
+    tensors = _assembled(posterior, data, request, _converter(posterior, request.link, latest))
     return posterior.tempered(replace(latest[0], **tensors))
 
 
-def drawn_parts(posterior: Posterior, data: InputBatches, question: Question) -> Iterator[Predictive]:
+def drawn_parts(posterior: Posterior, data: InputBatches, request: Request) -> Iterator[Predictive]:
     """Predictives of some examples at a time, in order."""
-    if posterior.reduces(question):
-        yield from _reduced_parts(posterior, data, question)
+    if posterior.reduces(request):
+        yield from _reduced_parts(posterior, data, request)
         return
     latest: list[Any] = []
-    convert = _converter(posterior, question.link, latest)
-    with _sampling(posterior, data, question) as (sampler, numbers, size):
+    convert = _converter(posterior, request.link, latest)
+    with _sampling(posterior, data, request) as (sampler, numbers, size):
         examples = min(ROUND, ROUND_NUMBERS // (sampler.count * numbers))
         for part in rounds_of(sampler, data.in_order(size, posterior.device), convert, max(1, examples)):
             yield posterior.tempered(replace(latest[0], **part))
@@ -67,32 +67,32 @@ def draw_plan(posterior: Posterior, count: int, seed: int) -> DrawPlan:
     return DrawPlan(posterior.law, noisy, attention, seed, posterior.dropout_rate, posterior.held)
 
 
-def _assembled(posterior: Posterior, data: InputBatches, question: Question, convert: Convert) -> Params:
-    with _sampling(posterior, data, question) as (sampler, _, size):
+def _assembled(posterior: Posterior, data: InputBatches, request: Request, convert: Convert) -> Params:
+    with _sampling(posterior, data, request) as (sampler, _, size):
         return assemble(sampler, data.in_order(size, posterior.device), convert, data.num_data)
 
 
-def _reduced_parts(posterior: Posterior, data: InputBatches, question: Question) -> Iterator[TokenPredictive]:
+def _reduced_parts(posterior: Posterior, data: InputBatches, request: Request) -> Iterator[TokenPredictive]:
     """Reduced predictives of some examples at a time, in order."""
-    with _sampling(posterior, data, question) as (sampler, numbers, size):
+    with _sampling(posterior, data, request) as (sampler, numbers, size):
         make = lambda asked: empty_reduction(  # noqa: E731
-            posterior.likelihood, asked, question.link, posterior.tempering, question.top
+            posterior.likelihood, asked, request.link, posterior.tempering, request.top
         )
         yield from reduced_rounds(sampler, data.labelled(size, posterior.device), numbers, make)
 
 
 @contextmanager
-def _sampling(posterior: Posterior, data: InputBatches, question: Question) -> Iterator[tuple[Sampler, int, int]]:
+def _sampling(posterior: Posterior, data: InputBatches, request: Request) -> Iterator[tuple[Sampler, int, int]]:
     """The draws made ready on a shell of one's own; outputs of one example; examples per pass."""
-    count = posterior.draws if question.draws is None else question.draws
+    count = posterior.draws if request.draws is None else request.draws
     check_draws(count, None if posterior.noisy_draws else posterior.law.available)
     posterior.check_base()
     trial_inputs = inputs_to(data.first(TRIAL_EXAMPLES), posterior.device)
-    wanted = question.examples_per_batch(posterior.device)
+    wanted = request.examples_per_batch(posterior.device)
     examples = min(wanted, data.num_data or ROUND)
     with posterior.shells.borrow() as shell:
-        plan = draw_plan(posterior, count, question.seed)
-        sampler = Sampler(shell, plan, count, trial_inputs, question.strategy, posterior.known, examples)
+        plan = draw_plan(posterior, count, request.seed)
+        sampler = Sampler(shell, plan, count, trial_inputs, request.strategy, posterior.known, examples)
         numbers = _numbers(sampler, data)
         most = pass_numbers(None if data.num_data is None else count * data.num_data * numbers)
         yield sampler, numbers, max(1, min(wanted, most // numbers))

@@ -17,7 +17,7 @@ from bayesformer.likelihoods.predictive import CategoricalPredictive, Predictive
 from bayesformer.likelihoods.token_predictive import TokenPredictive, join_tokens
 from bayesformer.predict.assemble import PASS_NUMBERS
 from bayesformer.predict.mean_passes import TRIAL_EXAMPLES
-from bayesformer.predict.question import Question, check_draws
+from bayesformer.predict.request import Request, check_draws
 from bayesformer.predict.streamlined import Calibration
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
 from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
 
 
-def gaussian_outputs(posterior: Posterior, data: InputBatches, question: Question) -> Outputs:
+def gaussian_outputs(posterior: Posterior, data: InputBatches, request: Request) -> Outputs:
     """Network outputs as a Gaussian, of all examples."""
-    return _outputs(posterior, data, question, _calibration(posterior, data, question))
+    return _outputs(posterior, data, request, _calibration(posterior, data, request))
 
 
-def gaussian_predictive(posterior: Posterior, data: InputBatches, question: Question) -> Predictive:
+def gaussian_predictive(posterior: Posterior, data: InputBatches, request: Request) -> Predictive:
     """The predictive distribution of all examples; that of a language model is reduced as it is made."""
-    if posterior.reduces(question):
-        parts = gaussian_parts(posterior, data, question)
+    if posterior.reduces(request):
+        parts = gaussian_parts(posterior, data, request)
         return join_tokens([part for part in parts if isinstance(part, TokenPredictive)])
-    return _of_outputs(posterior, gaussian_outputs(posterior, data, question), question)
+    return _of_outputs(posterior, gaussian_outputs(posterior, data, request), request)
 
 
-def gaussian_parts(posterior: Posterior, data: InputBatches, question: Question) -> Iterator[Predictive]:
+def gaussian_parts(posterior: Posterior, data: InputBatches, request: Request) -> Iterator[Predictive]:
     """Predictives of one batch after another, in order."""
-    calibration = _calibration(posterior, data, question)
-    if posterior.reduces(question):
-        yield from _reduced_parts(posterior, data, question, calibration)
+    calibration = _calibration(posterior, data, request)
+    if posterior.reduces(request):
+        yield from _reduced_parts(posterior, data, request, calibration)
         return
-    for part in data.in_order(question.examples_per_batch(posterior.device), posterior.device):
-        yield _of_outputs(posterior, _outputs(posterior, TensorInputs(part), question, calibration), question)
+    for part in data.in_order(request.examples_per_batch(posterior.device), posterior.device):
+        yield _of_outputs(posterior, _outputs(posterior, TensorInputs(part), request, calibration), request)
 
 
 def check_gaussian(posterior: Posterior, way: str) -> None:
@@ -69,13 +69,13 @@ def calibrate_on(posterior: Posterior, inputs: Any) -> Calibration:
         return calibrate(streamliner, given, noisy=noisy)
 
 
-def _calibration(posterior: Posterior, data: InputBatches, question: Question) -> Calibration | None:
+def _calibration(posterior: Posterior, data: InputBatches, request: Request) -> Calibration | None:
     """For streamlined prediction, the calibration that the posterior has or one made now.
 
     A function of the posterior and these inputs alone: one made on training inputs is kept, with its doubts said.
     """
-    check_gaussian(posterior, question.way)
-    if question.way != "streamlined":
+    check_gaussian(posterior, request.way)
+    if request.way != "streamlined":
         return None
     found = posterior.known_calibration
     if found is None and posterior.examples is None:
@@ -86,22 +86,20 @@ def _calibration(posterior: Posterior, data: InputBatches, question: Question) -
     return found
 
 
-def _outputs(posterior: Posterior, data: InputBatches, question: Question, calibration: Calibration | None) -> Outputs:
+def _outputs(posterior: Posterior, data: InputBatches, request: Request, calibration: Calibration | None) -> Outputs:
     posterior.check_base()
     passes, trial_inputs = posterior.mean_passes, data.first(TRIAL_EXAMPLES)
-    batches = data.in_order(question.examples_per_batch(posterior.device), posterior.device)
-    if question.way == "linearised":
+    batches = data.in_order(request.examples_per_batch(posterior.device), posterior.device)
+    if request.way == "linearised":
         with passes.linearised(trial_inputs) as linearised:
             return linearised.over(batches, data.num_data)
     if calibration is not None:
         with passes.streamliner(trial_inputs) as (streamliner, _):
-            return streamliner.over(batches, calibration, question.settings, data.num_data)
+            return streamliner.over(batches, calibration, request.settings, data.num_data)
     from bayesformer.predict.one_pass import one_pass_outputs
 
     with passes.passing(trial_inputs) as noisy, passes.shells.borrow() as shell:
-        found = one_pass_outputs(
-            shell.module, posterior.space, posterior.law, batches, question.settings, data.num_data
-        )
+        found = one_pass_outputs(shell.module, posterior.space, posterior.law, batches, request.settings, data.num_data)
     if not noisy:
         _doubt_one_pass(posterior, data, found)
     return found
@@ -118,31 +116,31 @@ def _doubt_one_pass(posterior: Posterior, data: InputBatches, outputs: GaussianO
     warn_of([] if doubt is None else [doubt])
 
 
-def _of_outputs(posterior: Posterior, found: Outputs, question: Question) -> Predictive:
+def _of_outputs(posterior: Posterior, found: Outputs, request: Request) -> Predictive:
     """The predictive of Gaussian outputs, by the link and the number of draws that hold here."""
-    link, count = _link_and_draws(posterior, question)
-    return posterior.tempered(posterior.likelihood.predictive(found, link, count, question.seed))
+    link, count = _link_and_draws(posterior, request)
+    return posterior.tempered(posterior.likelihood.predictive(found, link, count, request.seed))
 
 
-def _link_and_draws(posterior: Posterior, question: Question) -> tuple[Any, int]:
-    count = posterior.default_draws if question.draws is None else question.draws
+def _link_and_draws(posterior: Posterior, request: Request) -> tuple[Any, int]:
+    count = posterior.default_draws if request.draws is None else request.draws
     check_draws(count, None)
-    return posterior.link if question.link is None else question.link, count
+    return posterior.link if request.link is None else request.link, count
 
 
 def _reduced_parts(
-    posterior: Posterior, data: InputBatches, question: Question, calibration: Calibration | None
+    posterior: Posterior, data: InputBatches, request: Request, calibration: Calibration | None
 ) -> Iterator[TokenPredictive]:
     """Reduced predictives, batch by batch and, where the outputs are drawn, a few draws at a time."""
-    link, count = _link_and_draws(posterior, question)
+    link, count = _link_and_draws(posterior, request)
     with posterior.mean_passes.shells.borrow() as shell, torch.no_grad():
         each = max(1, shell(inputs_to(data.first(1), posterior.device)).numel())
-    size = max(1, min(question.examples_per_batch(posterior.device), PASS_NUMBERS // each))
-    few = replace(question, batch_size=size)
+    size = max(1, min(request.examples_per_batch(posterior.device), PASS_NUMBERS // each))
+    few = replace(request, batch_size=size)
     for asked in data.labelled(size, posterior.device):
         found = _outputs(posterior, TensorInputs(asked.inputs), few, calibration)
-        reduction = empty_reduction(posterior.likelihood, asked, None, 1.0, question.top)
-        for some, own_seed in drawn_in_groups(size * each, count, link, question.seed):
+        reduction = empty_reduction(posterior.likelihood, asked, None, 1.0, request.top)
+        for some, own_seed in drawn_in_groups(size * each, count, link, request.seed):
             made = posterior.tempered(posterior.likelihood.predictive(found, link, some, own_seed))
             assert isinstance(made, CategoricalPredictive)
             reduction.add_predictive(made)

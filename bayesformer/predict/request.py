@@ -1,4 +1,4 @@
-"""A question to a posterior: the options of `Posterior.predict`, checked, and the inputs it is asked about."""
+"""A request to a posterior: the options of `Posterior.predict`, checked, and the inputs it is asked about."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bayesformer.predict.ways import Way, check_way
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """How a posterior is asked; see `Posterior.outputs` and `Posterior.predict` for what each option means."""
 
     way: Way
