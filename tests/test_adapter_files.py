@@ -65,6 +65,33 @@ def test_peft_loads_the_mean_and_we_the_whole_on_the_plain_base(method, name, tm
     assert torch.equal(again.predict(batch()).probs, posterior.predict(batch()).probs)
 
 
+def test_stochastic_attention_loads_on_the_plain_base_and_leaves_no_older_adapter(tmp_path):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    posterior = fitted(bf.Attention("weibull"))
+    posterior.save(tmp_path)
+    assert not (tmp_path / "adapter_model.safetensors").exists()  # there is no plain mean, least of all the ensemble's
+    plain, state = base(), torch.get_rng_state()
+    whole = bf.Posterior.load(tmp_path, plain)
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(whole.predict(batch()).probs, posterior.predict(batch()).probs)
+
+
+def test_a_posterior_of_another_model_takes_older_adapters_away(tmp_path):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    model = torch.nn.Linear(3, 2)
+    x = torch.randn(20, 3)
+    posterior = bf.fit(model, (x, (x[:, 0] > 0).long()), likelihood="categorical", method=bf.Laplace(structure="full"))
+    posterior.save(tmp_path)
+    assert torch.equal(bf.Posterior.load(tmp_path, model).predict(x).probs, posterior.predict(x).probs)
+
+
+def test_loading_adapters_leaves_random_states_alone(tmp_path):
+    fitted(bf.Ensemble(2)).save(tmp_path)
+    plain, state = base(), torch.get_rng_state()
+    bf.Posterior.load(tmp_path, plain)
+    assert torch.equal(state, torch.get_rng_state())
+
+
 def test_draws_are_plain_adapters_whose_average_is_the_prediction(tmp_path):
     posterior = fitted(bf.Blob(draws=4))
     folders = posterior.export_adapters(tmp_path, draws=4, seed=3)

@@ -336,7 +336,7 @@ def test_facts():
     model, likelihood, data = build("regressor")
     found = estimate(model, likelihood, data, "diag")
     outputs = apply(model, data.inputs)
-    assert found.kind == "mc"
+    assert found.kind == "ggn"
     assert found.outputs == 2
     assert found.general == ()
     fit = likelihood.log_prob(outputs, data.targets, data.mask).sum().item()

@@ -280,14 +280,14 @@ def test_a_saved_posterior_keeps_its_way(tmp_path):
 
 
 def test_per_token_outputs_and_padding():
-    """A masked regressor: curvature by Monte Carlo, a predictive per position, finite scores."""
+    """A masked regressor: exact curvature, a predictive per position, finite scores."""
     from bayesformer.bench.tasks import TASKS
 
     task = TASKS["toy/m1"]()
     data = task.load().train.subset(slice(0, 12))
     torch.manual_seed(0)
     posterior = bf.laplace(task.model().eval(), data, likelihood=task.likelihood, draws=20)
-    assert posterior.facts["curvature"] == "mc"
+    assert posterior.facts["curvature"] == "ggn"
     predictive = posterior.predict(data.inputs)
     assert predictive.means.shape == (20, *data.targets.shape)
     assert torch.isfinite(evaluate.log_likelihood(predictive, data.targets, data.mask)).all()

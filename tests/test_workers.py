@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from bayesformer.core import serving, workers
 from bayesformer.core.errors import WorkerDiedError
@@ -63,6 +64,12 @@ def note(folder, name):
 
 def marks(folder, name):
     return len(list(folder.glob(f"{name}-*")))
+
+
+def test_a_loader_with_workers_of_its_own_is_read_in_a_worker(pool):
+    loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2, num_workers=1)
+    (found,) = in_order(run_in_processes(lambda given, _: torch.cat([x for (x,) in given]), [loader], pool))
+    assert found.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_results_arrive_with_their_index_whatever_was_given(pool):

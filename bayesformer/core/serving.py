@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -62,6 +63,8 @@ def become_worker(folder: str, news: str, words: str, parent: int) -> None:
     os.close(file)
     threading.Thread(target=_end_with_parent, args=(folder, parent), daemon=True).start()
     torch.set_num_threads(1)
+    # A DataLoader with workers starts them by the default method, which is loky's here and is not meant for others.
+    multiprocessing.set_start_method("fork" if sys.platform == "linux" else "spawn", force=True)
     _here.reporter = Queued(_Lines(news))
 
 

@@ -38,7 +38,8 @@ class Stream:
 
     An epoch is the whole stream, or its first `num_data` examples if it goes on. A stream that ends before stands for
     `num_data` examples all the same, whatever the method: sums over it are scaled. `examples` is an iterable that
-    starts again in every epoch, or a function without arguments that opens one; an iterator can be read once.
+    starts again in every epoch, or a function without arguments that opens one; an iterator can be read once. An item
+    is one example: a source of whole batches is given as `Stream(DataLoader(source, batch_size=None), num_data=...)`.
     """
 
     examples: Iterable[Any] | Callable[[], Iterable[Any]]
@@ -268,7 +269,7 @@ class Streamed(Batches):
         self._warned = True
         log.warning(
             "%s ended after %d examples; num_data is %d. They stand for num_data examples, against which the prior is "
-            "weighed.",
+            "weighed. If each was a whole batch, give bf.Stream(DataLoader(source, batch_size=None), num_data=...).",
             self.name,
             seen,
             self.num_data,

@@ -36,10 +36,10 @@ class BatchSweep(Sweep):
 class BatchCurvature:
     """Called with weights and a batch: minus the mean Hessian of the log-likelihood, by Gauss-Newton.
 
-    "full" gives (P, P), "diag" {"theta": (P,)}, as `ekf_dense` and `ekf_diag` ask for. Exact in the outputs for (B, K);
-    for outputs at every position (B, T, K) from targets that the model draws, one per position, which is right on
-    average (Martens 2020, section 9.2). Unlike the squared scores of the true targets (the empirical Fisher matrix) it
-    does not depend on how well the targets are fitted.
+    "full" gives (P, P), "diag" {"theta": (P,)}, as `ekf_dense` and `ekf_diag` ask for. Exact in the outputs for (B, K),
+    and for outputs at every position (B, T, K) where that is affordable; otherwise from targets that the model draws,
+    one per position, which is right on average (Martens 2020, section 9.2). Unlike the squared scores of the true
+    targets (the empirical Fisher matrix) it does not depend on how well the targets are fitted.
 
     Args:
         shell: whose weights are loaded and whose module is run, in evaluation mode.
@@ -73,6 +73,8 @@ class BatchCurvature:
         capture = Capture(self.shell.module, self.shell.space)
         outputs, _ = capture.probe(batch.inputs)
         values = outputs.detach().to(capture.dtype)
-        kind = "mc" if self.likelihood.per_token(values) else "ggn"
+        weights = sum(parameter.numel() for parameter in self.shell.module.parameters())
+        exact = columns.affordable(self.likelihood, values, weights, self.data.num_data or len(values))
+        kind = "ggn" if exact else "mc"
         capture.columns = columns.count(kind, self.likelihood, values)
         return BatchSweep(capture, self.shell.space, self.likelihood, self.data, kind, len(batch.targets))

@@ -105,8 +105,8 @@ def estimate(
             of largest diagonal variance, or over those at `index`.
         kind: "ggn", the exact Gauss-Newton matrix, at K - 1 (classes) or K backward passes per position of the
             outputs; "mc", its Monte Carlo estimate with targets drawn from the model, at `samples` passes;
-            "fisher", the empirical Fisher matrix of the true targets, at one. By default "ggn" for (B, K)
-            and "mc" for (B, T, K), where the exact one takes T times as many passes.
+            "fisher", the empirical Fisher matrix of the true targets, at one. By default "ggn", but
+            "mc" for (B, T, K) where the exact one, which takes T times as many passes, would take long.
         subset: which of the inferred weights to follow: patterns ("*attention*") or a predicate, as for `Space.select`,
             or "last_layer", the layer that gives the outputs; by default all.
         batch_size: examples at a time; by default 64 (256 on a GPU), or fewer if their outputs are a vocabulary each or
@@ -139,7 +139,18 @@ def estimate(
         capture = Capture(model, chosen, general)
         outputs, sites = capture.probe(first)
         sweep = _sweep(
-            capture, outputs, sites, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent()
+            capture,
+            outputs,
+            sites,
+            space,
+            likelihood,
+            data,
+            kind,
+            batch_size,
+            samples,
+            seed,
+            reporter or Silent(),
+            chosen.size if subset == "last_layer" else sum(p.numel() for p in model.parameters()),
         )
         closed = sweep.kind == "ggn" and last_layer.applies(sites, outputs, structure)
         width = outputs.shape[-1] if outputs.dim() > 1 else 1
@@ -166,12 +177,13 @@ def _sweep(
     samples: int,
     seed: int,
     reporter: Reporter,
+    weights: int,
 ) -> Sweep:
     """The passes over the data; kind and size of minibatches that were not given follow from the probed outputs."""
     values = outputs.detach().to(capture.dtype)
     _check_targets(likelihood, values, data)
     if kind is None:
-        kind = "mc" if likelihood.per_token(values) else "ggn"
+        kind = "ggn" if columns.affordable(likelihood, values, weights, data.num_data or len(values)) else "mc"
     capture.columns = columns.count(kind, likelihood, values, samples)
     if batch_size is None:
         most = 64 if values.device.type == "cpu" else 256

@@ -65,7 +65,7 @@ class Laplace:
     module, the top eigenpairs, a dense matrix over few weights, or the last layer alone (dense if small, else kron)"""
     curvature: Literal["auto", "ggn", "mc", "fisher"] = "auto"
     """exact Gauss-Newton, Monte Carlo with labels from the model, or the empirical Fisher of the true labels; auto is
-    ggn for one output vector per example and mc for one per token"""
+    ggn, but mc for outputs per token where their exact curvature would take long"""
     subset: str = "*"
     """name pattern of the weights to infer, or last_layer; the others stay at the mode"""
     prior_precision: float | Literal["auto", "marglik", "validation"] = "auto"
@@ -124,6 +124,11 @@ class Laplace:
             widest=whole(1),
         )
         links.check_link(self.link)
+        if self.structure == "last_layer" and self.subset not in {"*", "last_layer"}:
+            raise ValueError(
+                f"laplace.subset must be '*' for structure='last_layer', which chooses the weights itself; got "
+                f"{self.subset!r}. For others use subset with structure='full', 'kron' or 'diag'."
+            )
         if self.per != "one" and self.prior_precision not in {"auto", "marglik"}:
             raise ValueError(f"laplace.per must be 'one' unless prior_precision is 'marglik'; got {self.per!r}.")
         if self.per == "weight" and self.structure in {"kron", "last_layer"}:

@@ -7,6 +7,7 @@ hold the whole, and are ignored by PEFT.
 from __future__ import annotations
 
 import logging
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bayesformer")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+OWN = "posterior.json"
 
 
 def adapter_to_write(model: nn.Module) -> str | None:
@@ -37,15 +39,22 @@ def adapter_to_write(model: nn.Module) -> str | None:
 def write_mean(posterior: Posterior, folder: Path) -> None:
     """PEFT's two files with the mean of a posterior over one adapter; no such files, and a line of the log, of several.
 
-    Those of an earlier save would be of another posterior and are taken away.
+    Of a model that is changed for the posterior (random weights, stochastic attention) there is no such mean: the
+    configuration alone is written, so that the posterior can be loaded on the plain base. Files of an earlier save
+    would be of another posterior and are taken away.
     """
-    if not is_adapted(posterior.model) or posterior.preparation.changes:
+    if (folder / OWN).exists():
+        for name in (CONFIG, WEIGHTS):
+            (folder / name).unlink(missing_ok=True)
+    if not is_adapted(posterior.model):
         return
-    if adapter_to_write(posterior.model) is not None:
+    name = adapter_to_write(posterior.model)
+    if name is not None and posterior.preparation.changes:
+        _write_config(posterior.model, name, folder)
+        return
+    if name is not None:
         write_adapter(posterior, posterior.law.mean, folder)
         return
-    for name in (CONFIG, WEIGHTS):
-        (folder / name).unlink(missing_ok=True)
     logger.warning(
         "PEFT's own files hold one active adapter, and the adapters here are %s (active, merged, disabled): the "
         "posterior is saved without them and loads on a PEFT model with these adapters.",
@@ -63,15 +72,18 @@ def write_adapter(posterior: Posterior, theta: Tensor, folder: Path) -> None:
         (name,) = active_adapters(model)
         weights = get_peft_model_state_dict(model, adapter_name=name)
         folder.mkdir(parents=True, exist_ok=True)
-        config = model.peft_config[name]
         write_tensors(
             folder / WEIGHTS, {key: value.detach().clone() for key, value in weights.items()}, {"format": "pt"}
         )
-        inference, config.inference_mode = config.inference_mode, True  # as PEFT saves it; the shell is a pool's
-        try:
-            config.save_pretrained(str(folder))
-        finally:
-            config.inference_mode = inference
+        _write_config(model, name, folder)
+
+
+def _write_config(model: Any, name: str, folder: Path) -> None:
+    """PEFT's configuration of an adapter, with inference_mode on, as PEFT itself saves it."""
+    config = copy(model.peft_config[name])
+    config.inference_mode = True
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
 
 
 def check_exportable(posterior: Posterior, folder: Path) -> None:
@@ -123,9 +135,10 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
     private: Any = shadow(model, names[:1])
     try:
         config: Any = PeftConfig.from_pretrained(str(folder))
-        if config.is_prompt_learning:
-            return _with_prompt(private, config, _active(folder))
-        return PeftModel.from_pretrained(private, str(folder), adapter_name=_active(folder), is_trainable=True)
+        if config.is_prompt_learning or not (folder / WEIGHTS).exists():
+            return _fresh(private, config, _active(folder))
+        with stream(0, "preparation"):  # PEFT draws initial weights before it reads those of the file
+            return PeftModel.from_pretrained(private, str(folder), adapter_name=_active(folder), is_trainable=True)
     except (ValueError, RuntimeError, KeyError) as error:
         first = " ".join(line.strip() for line in str(error).splitlines()[:2])  # one mismatch of all that PEFT lists
         other = isinstance(error, RuntimeError)  # shapes; others are for PEFT to explain
@@ -133,8 +146,8 @@ def with_adapter(folder: Path, model: nn.Module) -> nn.Module:
         raise DamagedFileError(f"posterior {folder} {fault}: {first}") from error
 
 
-def _with_prompt(model: Any, config: Any, name: str) -> nn.Module:
-    """A model with a prompt or prefix as it is trained, whose weights are to come from the posterior's own file.
+def _fresh(model: Any, config: Any, name: str) -> nn.Module:
+    """A model with an adapter, prompt or prefix as it is trained, whose weights are to come from the posterior's file.
 
     PEFT loads prompts for inference alone, without the network that may make them.
     """
@@ -149,7 +162,5 @@ def _with_prompt(model: Any, config: Any, name: str) -> nn.Module:
 
 def _active(folder: Path) -> str:
     """The name under which the adapter was active when the posterior was saved."""
-    active = [
-        name for names, *_ in read_json(folder / "posterior.json", "posterior").get("adapters", []) for name in names
-    ]
+    active = [name for names, *_ in read_json(folder / OWN, "posterior").get("adapters", []) for name in names]
     return str(active[0]) if active else "default"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def posterior_line(posterior: Posterior) -> str:
     verdict = state[False if False in settled else None if None in settled else True]
     found: Any = posterior.facts.get("coordinates") or posterior.facts
     decrement = found[0].get("decrement") if isinstance(found, list) else found.get("decrement")
-    if decrement is not None:  # steps after the training went on to the mode
+    if decrement is not None and math.isfinite(decrement):  # steps after the training went on to the mode
         verdict = f"{decrement:.2g} standard deviations from the mode"
     if "diagnostics" in posterior.facts:  # of Hamiltonian chains, which converge in another sense than a search does
         verdict = chain_words(posterior.facts["diagnostics"])

@@ -40,6 +40,8 @@ class Request:
         if self.batch_size is not None:
             _check_whole("batch_size", self.batch_size)
         _check_whole("top", self.top)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed must be a whole number; got {self.seed!r}.")
         if not isinstance(self.full, bool):
             raise ValueError(f"full must be True or False; got {self.full!r}.")
         _check_settings(self.way, self.settings)

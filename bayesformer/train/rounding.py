@@ -34,9 +34,9 @@ def rounding_facts(skeleton: Skeleton, law: GaussianLaw) -> dict[str, Any]:
         return {}
     if lost:
         log.warning(
-            "%.0f %% of %d weights in %s have a spread below half a step of that precision: most of their draws "
+            "%d of %d weights in %s have a spread below half a step of that precision: most of their draws "
             "round back to the mean; keep them in float32 to have it.",
-            100 * lost / spread,
+            lost,
             spread,
             " and ".join(kinds),
         )
