@@ -44,6 +44,7 @@ def test_exact_columns_end_where_they_take_long():
     assert columns.affordable(Categorical(), outputs, 1000, 100)
     assert not columns.affordable(Categorical(), outputs, 22_000_000, 640)
     assert columns.affordable(Categorical(), outputs[:, 0], 22_000_000, 640)
+    assert not columns.affordable(Categorical(), torch.zeros(2, 1000), 100_000, 10_000)
 
 
 def test_a_last_layer_takes_no_other_subset():

@@ -18,6 +18,7 @@ from bayesformer.likelihoods import Likelihood
 
 KINDS = ("ggn", "mc", "fisher")
 PIECE = 2**21  # numbers of outputs, 8 MiB in float32, whose scores are computed at a time
+FEW = 100  # columns of an example without positions that are always taken
 EXACT = 2**34  # columns times examples times weights, about ten seconds of one core
 
 
@@ -29,11 +30,12 @@ def count(kind: str, likelihood: Likelihood, outputs: Tensor, samples: int = 1) 
 
 
 def affordable(likelihood: Likelihood, outputs: Tensor, weights: int, num_data: int) -> bool:
-    """Whether the exact matrix can be had: always for outputs (B, K), else if its backward passes are not too many.
+    """Whether the exact matrix can be had: for outputs (B, K) of few classes, or if its backward passes are not many.
 
     There is one for each column of each of `num_data` examples, through a model of so many `weights`.
     """
-    return not likelihood.per_token(outputs) or count("ggn", likelihood, outputs) * num_data * weights <= EXACT
+    each = count("ggn", likelihood, outputs)
+    return (each <= FEW and not likelihood.per_token(outputs)) or each * num_data * weights <= EXACT
 
 
 def exact(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:

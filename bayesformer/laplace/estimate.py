@@ -106,7 +106,7 @@ def estimate(
         kind: "ggn", the exact Gauss-Newton matrix, at K - 1 (classes) or K backward passes per position of the
             outputs; "mc", its Monte Carlo estimate with targets drawn from the model, at `samples` passes;
             "fisher", the empirical Fisher matrix of the true targets, at one. By default "ggn", but
-            "mc" for (B, T, K) where the exact one, which takes T times as many passes, would take long.
+            "mc" for (B, T, K) or K above 100 where the exact one would take long.
         subset: which of the inferred weights to follow: patterns ("*attention*") or a predicate, as for `Space.select`,
             or "last_layer", the layer that gives the outputs; by default all.
         batch_size: examples at a time; by default 64 (256 on a GPU), or fewer if their outputs are a vocabulary each or

@@ -65,7 +65,7 @@ class Laplace:
     module, the top eigenpairs, a dense matrix over few weights, or the last layer alone (dense if small, else kron)"""
     curvature: Literal["auto", "ggn", "mc", "fisher"] = "auto"
     """exact Gauss-Newton, Monte Carlo with labels from the model, or the empirical Fisher of the true labels; auto is
-    ggn, but mc for outputs per token where their exact curvature would take long"""
+    ggn, but mc where that would take long: for outputs per token or more than 100 classes of large models and data"""
     subset: str = "*"
     """name pattern of the weights to infer, or last_layer; the others stay at the mode"""
     prior_precision: float | Literal["auto", "marglik", "validation"] = "auto"
