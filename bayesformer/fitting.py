@@ -11,6 +11,7 @@ from torch import nn
 from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.core.doubts import warn_of
 from bayesformer.core.progress import bars
+from bayesformer.core.storage import check_folder
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import ModelFactory
 from bayesformer.data import as_batches
@@ -90,7 +91,7 @@ def fit(
             prior=prior,
             strategy=strategy,
             workers=workers,
-            checkpoint=None if checkpoint is None else Path(checkpoint),
+            checkpoint=None if checkpoint is None else check_folder(checkpoint, "checkpoint"),
             reporter=reporter,
         )
         chosen = build_method(method) if isinstance(method, str) else method or Mle()

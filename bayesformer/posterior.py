@@ -15,6 +15,7 @@ from bayesformer.attention import AttentionMap, MapRecorder, families
 from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.core.doubts import Doubt, doubts_in
 from bayesformer.core.pool import Pool
+from bayesformer.core.storage import check_folder
 from bayesformer.core.strategy import Strategy
 from bayesformer.core.types import Inputs, Outputs, Params
 from bayesformer.data import as_batches
@@ -241,7 +242,7 @@ class Posterior:
         strategy: Strategy = "auto",
         settings: Any = None,
     ) -> Outputs:
-        """Network outputs: under draws of the weights, (L, N, ...), or as a Gaussian over the outputs.
+        """Network outputs: `Draws` whose `values` (L, N, ...) are those of L draws, or `GaussianOutputs`.
 
         Args:
             inputs: what the model is called with, in any form that `fit` takes data in, but for one: a tuple of tensors
@@ -322,7 +323,9 @@ class Posterior:
 
         With "sampled", `draws` counts draws of the weights. Otherwise outputs are Gaussian, `link` says how they
         become probabilities (see `likelihoods.links`), and `draws` counts draws of the outputs where that takes
-        draws: they cost no forward pass. Beyond what is returned, memory holds the outputs of a few examples.
+        draws: they cost no forward pass. Where dropout or attention is random, the noise of a row depends on its place
+        in the batch: the same inputs and `batch_size` give the same numbers. Beyond what is returned, memory holds the
+        outputs of a few examples.
 
         Of a language model (`NextToken`) probabilities of all tokens are not kept: the result is a `TokenPredictive`
         with the uncertainties, the `top` most probable tokens and, where inputs come with labels, their
@@ -512,6 +515,7 @@ class Posterior:
         Of a PEFT model with one active adapter also PEFT's two files with its mean, for `PeftModel.from_pretrained`.
         """
         self.check_base()
+        check_folder(folder, "folder")
         write_mean(self, Path(folder))
         found = self.known_calibration
         if found is None and self.predictive == "streamlined" and self.examples is not None:

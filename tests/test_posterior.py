@@ -645,3 +645,21 @@ def test_a_distance_to_the_mode_that_is_not_known_is_not_printed():
     )
     assert "nan" not in repr(posterior)
     assert "convergence unknown" in repr(posterior)
+
+
+def test_folders_that_are_files_are_refused(tmp_path):
+    path, x = tmp_path / "model.pt", torch.randn(20, 3)
+    path.write_text("weights")
+    data, settings = (x, (x[:, 0] > 0).long()), {"likelihood": "categorical", "method": bf.Mle()}
+    with pytest.raises(ValueError, match=r"checkpoint must be a folder; .*model\.pt is a file"):
+        bf.fit(nn.Linear(3, 2), data, checkpoint=path, **settings)
+    posterior = bf.fit(nn.Linear(3, 2), data, **settings)
+    with pytest.raises(ValueError, match=r"folder must be a folder; .*model\.pt is a file"):
+        posterior.save(path)
+    assert path.read_text() == "weights"
+
+
+def test_a_module_is_no_choice_of_weights():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(20, 3)
+    with pytest.raises(ValueError, match="infer must be a pattern of names, .* got a module, Linear"):
+        bf.fit(model, (x, (x[:, 0] > 0).long()), likelihood="categorical", method=bf.Mle(), infer=model[1])

@@ -26,6 +26,13 @@ LONGEST = 256 * 2**20  # bytes of JSON that are read at all
 NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # JSON has no such numbers
 
 
+def check_folder(path: str | Path, name: str) -> Path:
+    """The path of a folder that may not exist yet; refuses that of a file."""
+    if Path(path).is_file():
+        raise ValueError(f"{name} must be a folder; {path} is a file.")
+    return Path(path)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace `path` by `content`: a reader, or a crash, sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -186,6 +186,11 @@ def _tied(model: nn.Module) -> list[tuple[list[str], nn.Parameter]]:
 
 def _choose(choice: Choice, names: Others, weights: Mapping[str, Tensor], label: str) -> list[str]:
     """First names of the chosen weights, in the model's order."""
+    if isinstance(choice, nn.Module):
+        raise ValueError(
+            f"{label} must be a pattern of names, several or a predicate; got a module, {type(choice).__name__}. "
+            "Give the names of its weights, for example 'head.*'."
+        )
     if callable(choice):
         chosen = {name for name, others in names.items() if any(choice(n, weights[name]) for n in (name, *others))}
         if not chosen:
