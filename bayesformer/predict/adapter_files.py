@@ -48,11 +48,11 @@ def write_mean(posterior: Posterior, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
     if not is_adapted(posterior.model):
         return
-    name = adapter_to_write(posterior.model)
-    if name is not None and posterior.preparation.changes:
-        _write_config(posterior.model, name, folder)
+    adapter = adapter_to_write(posterior.model)
+    if adapter is not None and posterior.preparation.changes:
+        _write_config(posterior.model, adapter, folder)
         return
-    if name is not None:
+    if adapter is not None:
         write_adapter(posterior, posterior.law.mean, folder)
         return
     logger.warning(

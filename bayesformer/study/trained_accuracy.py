@@ -98,7 +98,7 @@ def many_classes(count: int = 1000, each: int = 12, side: int = 10) -> tuple[Dat
     source = torch.Generator().manual_seed(SEED)
     kinds = torch.randn(count, 1, side, side, generator=source)
     labels = torch.arange(count).repeat(each)
-    noisy = kinds[labels] + 0.7 * torch.randn(len(labels), 1, side, side, generator=source)
+    noisy = kinds[labels] + 0.3 * torch.randn(len(labels), 1, side, side, generator=source)
     order = torch.randperm(len(labels), generator=source)
     cut = count * (each - 1)
     return Data(noisy[order[:cut]], labels[order[:cut]]), Data(noisy[order[cut:]], labels[order[cut:]])
@@ -201,7 +201,7 @@ CASES: dict[str, Callable[[], TrainedCase]] = {
         averaging(32, 10, 40, 8), *images(32), epochs=12, count=4
     ),
     "mean, 25 tokens, 2 blocks, 1000 outputs": lambda: TrainedCase(
-        averaging(10, 1000, 80, 2), *many_classes(), epochs=12
+        averaging(10, 1000, 80, 2), *many_classes(), epochs=20
     ),
     "mean, 25 tokens, 2 blocks, 10 outputs, wide": lambda: TrainedCase(
         averaging(10, 10, 40, 2), *images(10), epochs=25, prior_precision=100.0
@@ -213,7 +213,7 @@ CASES: dict[str, Callable[[], TrainedCase]] = {
         class_token(10, 10, 40, 8), *images(10), epochs=25
     ),
     "class token, 25 tokens, 2 blocks, 1000 outputs": lambda: TrainedCase(
-        class_token(10, 1000, 80, 2), *many_classes(), epochs=12
+        class_token(10, 1000, 80, 2), *many_classes(), epochs=20
     ),
     "bert, 25 tokens, 2 blocks, 3 outputs": lambda: TrainedCase(bert(3, 40, 2), *sentences(3)),
     "bert, 25 tokens, 2 blocks, 10 outputs": lambda: TrainedCase(bert(10, 40, 2), *sentences(10)),
