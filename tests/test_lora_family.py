@@ -145,12 +145,12 @@ def test_a_gaussian_over_adapters_draws_what_its_members_would_be():
 
 def test_tfb_tries_its_noise_where_more_draws_come_in_smaller_parts(monkeypatch):
     """A language model's vocabulary under ten draws is read by parts of the anchors; under one draw at once."""
-    from bayesformer import posterior as door
     from bayesformer.methods import lora
+    from bayesformer.predict import by_draws
 
     found = bf.tfb(bert(), reviews(), likelihood="categorical", largest=0.5, iterations=2, samples=4, anchors=10)
     inputs, answers = batch(), torch.arange(len(batch()["input_ids"])) % 2
     whole = lora._loss(found, inputs, answers, 4)
-    monkeypatch.setattr(door, "ROUND_NUMBERS", 2 * 4 * 3)  # three examples under four draws
-    monkeypatch.setattr(bf.Posterior, "_pass_size", lambda *_: 1)
+    monkeypatch.setattr(by_draws, "ROUND_NUMBERS", 2 * 4 * 3)  # three examples under four draws
+    monkeypatch.setattr(by_draws, "pass_numbers", lambda _: 1)  # one example per pass
     assert lora._loss(found, inputs, answers, 4) == pytest.approx(whole, rel=1e-5)
