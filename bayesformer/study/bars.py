@@ -27,6 +27,7 @@ from bayesformer.study.bar_networks import NETWORKS, file_name, measure_network,
 from bayesformer.study.bar_problems import KnownProblem, Truth, exact_truth, problems, quiet_fit, sampled_truth
 
 Row = Mapping[str, Any]
+DRAWS = 100  # whose outputs are compared, if there are as many
 MARK, END = "<!-- bars -->", "<!-- end of bars -->"
 
 
@@ -135,7 +136,8 @@ def measure(label: str, problem: KnownProblem, truth: Truth, seed: int) -> dict[
         "seconds": seconds,
     }
     if truth.outputs is not None:
-        own = posterior.outputs(problem.asked, 100, predictive="sampled").values.double().std(0)  # type: ignore[union-attr]
+        draws = min(DRAWS, law.available or DRAWS)
+        own = posterior.outputs(problem.asked, draws, predictive="sampled").values.double().std(0)  # type: ignore[union-attr]
         row["logits"] = float((own / truth.outputs).median())
     return row
 
