@@ -41,10 +41,10 @@ def test_positions_of_a_linear_model_have_the_exact_posterior(method):
 
 def test_exact_columns_end_where_they_take_long():
     outputs = torch.zeros(2, 128, 9)
-    assert columns.affordable(Categorical(), outputs, 1000, 100)
-    assert not columns.affordable(Categorical(), outputs, 22_000_000, 640)
-    assert columns.affordable(Categorical(), outputs[:, 0], 22_000_000, 640)
-    assert not columns.affordable(Categorical(), torch.zeros(2, 1000), 100_000, 10_000)
+    assert columns.default_kind(Categorical(), outputs, 1000, 100) == "ggn"
+    assert columns.default_kind(Categorical(), outputs, 22_000_000, 640) == "mc"
+    assert columns.default_kind(Categorical(), outputs[:, 0], 22_000_000, 640) == "ggn"
+    assert columns.default_kind(Categorical(), torch.zeros(2, 1000), 100_000, 10_000) == "mc"
 
 
 def test_a_last_layer_takes_no_other_subset():

@@ -163,7 +163,7 @@ def estimate(
 
 
 def _draw(mean: Tensor, hessian: Tensor, eps: Tensor, ess: float, weight_decay: float) -> Tensor:
-    """m + σ ε."""
+    """A draw of the weights, m + σ ε."""
     if not is_long(mean):
         return torch.addcmul(mean, ((hessian + weight_decay) * ess).rsqrt_(), eps)
     theta = torch.empty_like(mean)

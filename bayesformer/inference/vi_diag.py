@@ -148,7 +148,7 @@ def elbo_gradient(
 
 
 def _draw(mean: Tensor, log_sd: Tensor, eps: Tensor) -> Tensor:
-    """μ + σ ε."""
+    """A draw of the weights, μ + σ ε."""
     if not is_long(mean):
         return torch.addcmul(mean, log_sd.exp(), eps)
     theta = torch.empty_like(mean)

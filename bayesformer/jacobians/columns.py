@@ -9,6 +9,7 @@ Columns are 0 where no target counts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,13 +30,14 @@ def count(kind: str, likelihood: Likelihood, outputs: Tensor, samples: int = 1) 
     return samples if kind == "mc" else 1
 
 
-def affordable(likelihood: Likelihood, outputs: Tensor, weights: int, num_data: int) -> bool:
-    """Whether the exact matrix can be had: for outputs (B, K) of few classes, or if its backward passes are not many.
+def default_kind(likelihood: Likelihood, outputs: Tensor, weights: int, num_data: int) -> Literal["ggn", "mc"]:
+    """ "ggn", the exact matrix, for outputs (B, K) of few classes or if its backward passes are not many; else "mc".
 
-    There is one for each column of each of `num_data` examples, through a model of so many `weights`.
+    There is a pass for each column of each of `num_data` examples, through a model of so many `weights`.
     """
     each = count("ggn", likelihood, outputs)
-    return (each <= FEW and not likelihood.per_token(outputs)) or each * num_data * weights <= EXACT
+    few = each <= FEW and not likelihood.per_token(outputs)
+    return "ggn" if few or each * num_data * weights <= EXACT else "mc"
 
 
 def exact(likelihood: Likelihood, outputs: Tensor, mask: Tensor | None) -> Iterator[Tensor]:

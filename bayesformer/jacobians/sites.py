@@ -137,7 +137,7 @@ class _Placed:
 
     @property
     def name(self) -> str:
-        """The parameter."""
+        """Name of the parameter that the site uses."""
         return self.part.name
 
     @property
@@ -150,7 +150,7 @@ class _Placed:
         raise NotImplementedError
 
     def per_example(self, gradient: Tensor, examples: slice = EVERY) -> Tensor:
-        """(S, B, *shape)."""
+        """(S, B, *shape): the gradient of each example in the parameter."""
         return self.part.put(self.values(gradient, examples))
 
 

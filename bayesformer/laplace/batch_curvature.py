@@ -74,7 +74,6 @@ class BatchCurvature:
         outputs, _ = capture.probe(batch.inputs)
         values = outputs.detach().to(capture.dtype)
         weights = sum(parameter.numel() for parameter in self.shell.module.parameters())
-        exact = columns.affordable(self.likelihood, values, weights, self.data.num_data or len(values))
-        kind = "ggn" if exact else "mc"
+        kind = columns.default_kind(self.likelihood, values, weights, self.data.num_data or len(values))
         capture.columns = columns.count(kind, self.likelihood, values)
         return BatchSweep(capture, self.shell.space, self.likelihood, self.data, kind, len(batch.targets))

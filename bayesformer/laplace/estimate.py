@@ -138,19 +138,11 @@ def estimate(
     while True:
         capture = Capture(model, chosen, general)
         outputs, sites = capture.probe(first)
+        if kind is None:
+            passed = chosen.size if subset == "last_layer" else sum(p.numel() for p in model.parameters())
+            kind = columns.default_kind(likelihood, outputs, passed, data.num_data or len(outputs))
         sweep = _sweep(
-            capture,
-            outputs,
-            sites,
-            space,
-            likelihood,
-            data,
-            kind,
-            batch_size,
-            samples,
-            seed,
-            reporter or Silent(),
-            chosen.size if subset == "last_layer" else sum(p.numel() for p in model.parameters()),
+            capture, outputs, sites, space, likelihood, data, kind, batch_size, samples, seed, reporter or Silent()
         )
         closed = sweep.kind == "ggn" and last_layer.applies(sites, outputs, structure)
         width = outputs.shape[-1] if outputs.dim() > 1 else 1
@@ -172,18 +164,15 @@ def _sweep(
     space: Space,
     likelihood: Likelihood,
     data: Batches,
-    kind: Kind | None,
+    kind: Kind,
     batch_size: int | None,
     samples: int,
     seed: int,
     reporter: Reporter,
-    weights: int,
 ) -> Sweep:
-    """The passes over the data; kind and size of minibatches that were not given follow from the probed outputs."""
+    """The passes over the data; the size of minibatches that was not given follows from the probed outputs."""
     values = outputs.detach().to(capture.dtype)
     _check_targets(likelihood, values, data)
-    if kind is None:
-        kind = "ggn" if columns.affordable(likelihood, values, weights, data.num_data or len(values)) else "mc"
     capture.columns = columns.count(kind, likelihood, values, samples)
     if batch_size is None:
         most = 64 if values.device.type == "cpu" else 256

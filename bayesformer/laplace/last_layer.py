@@ -38,7 +38,7 @@ def space_of(module: nn.Module, space: Space, inputs: Inputs) -> Space:
     if path is None:
         raise ValueError(
             "'last_layer' needs a model whose outputs depend on its weights through one last layer; this one has none. "
-            f"Choose the weights by their names instead, for example "
+            "Choose the weights by their names instead, for example "
             f"structure='kron' and subset={space.names[-1]!r}."
         )
     own = {id(p) for p in module.get_submodule(path).parameters()}
@@ -46,7 +46,7 @@ def space_of(module: nn.Module, space: Space, inputs: Inputs) -> Space:
     if not names:
         raise ValueError(
             f"'last_layer' needs the layer that gives the outputs, {path}, to be inferred; none of its weights is. "
-            f"Take them in by infer=, or choose among those that are inferred, for example "
+            "Take them in by infer=, or choose among those that are inferred, for example "
             f"structure='kron' and subset={space.names[-1]!r}."
         )
     return space.select(names)

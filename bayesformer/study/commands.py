@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from bayesformer.bench.command_parts import (
     check_file,
@@ -91,21 +92,13 @@ def _weights(arguments: argparse.Namespace) -> int:
 
 def _priors(arguments: argparse.Namespace) -> int:
     """Run the missing cells and draw the figure."""
-    from bayesformer.bench.records import read_results
     from bayesformer.study import prior_scale, weight_study
 
     tasks = [task.strip() for task in arguments.tasks.split(",")]
     files = {task: arguments.weights / f"{task.replace('/', '-')}.json" for task in tasks}
     derived = {task: weight_study.read(path).priors() for task, path in files.items() if path.exists()}
     cells = prior_scale.cells(tasks, seed_list(arguments.seeds), derived, merged_settings({}, arguments.set))
-    arguments.no_posteriors = True
-    code = run_cells(cells, arguments.results, arguments.workers, arguments)
-    keys = {(cell.task, cell.key) for cell in cells}
-    results = [r for r in read_results(arguments.results).results if (r["task"], r["key"]) in keys]
-    if results:
-        print(prior_scale.table(results))
-        print(f"figure: {prior_scale.figure(results, arguments.results / 'priors.svg')}")
-    return code
+    return _run_and_draw(cells, arguments, prior_scale, "priors.svg")
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:
@@ -151,7 +144,6 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 def _cold(arguments: argparse.Namespace) -> int:
     """Run the missing cells and draw the figure."""
-    from bayesformer.bench.records import read_results
     from bayesformer.study import cold
 
     cells = cold.cells([t.strip() for t in arguments.tasks.split(",")], seed_list(arguments.seeds))
@@ -161,13 +153,20 @@ def _cold(arguments: argparse.Namespace) -> int:
         with torch_threads(1):
             print(forecast_of(cells, Forecaster(kept=False)))
         return 0
+    return _run_and_draw(cells, arguments, cold, "cold.svg")
+
+
+def _run_and_draw(cells: list[Any], arguments: argparse.Namespace, study: Any, file: str) -> int:
+    """Run the missing cells, then print the study's table of all seeds that are stored and draw its figure."""
+    from bayesformer.bench.records import read_results
+
     arguments.no_posteriors = True
     code = run_cells(cells, arguments.results, arguments.workers, arguments)
-    keys = {(cell.task, cell.key) for cell in cells}  # with every seed that is stored
+    keys = {(cell.task, cell.key) for cell in cells}
     results = [r for r in read_results(arguments.results).results if (r["task"], r["key"]) in keys]
     if results:
-        print(cold.table(results))
-        print(f"figure: {cold.figure(results, arguments.results / 'cold.svg')}")
+        print(study.table(results))
+        print(f"figure: {study.figure(results, arguments.results / file)}")
     return code
 
 
