@@ -132,6 +132,18 @@ def test_log_prob_is_that_of_torch(kind):
     torch.testing.assert_close(likelihood.log_prob(f, y), exact.flatten(1).sum(1) if exact.dim() > 1 else exact)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "next_token"])
+def test_what_is_identified_is_a_projection_that_log_prob_does_not_see(kind):
+    likelihood, f = (NextToken(), torch.randn(2, 5, 4, dtype=F64)) if kind == "next_token" else case(kind)[:2]
+    other = torch.randn_like(f)
+    y = torch.randint(4, (2, 5)) if kind == "next_token" else KINDS[kind][2](f).sample()
+    seen = likelihood.identified(f)
+    torch.testing.assert_close(likelihood.log_prob(seen, y), likelihood.log_prob(f, y))
+    torch.testing.assert_close(likelihood.identified(seen), seen)
+    torch.testing.assert_close((likelihood.identified(other) * f).sum(), (other * seen).sum())
+    torch.testing.assert_close(likelihood.hessian_times(f, f - seen), torch.zeros_like(f))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_finite_differences(kind):
     likelihood, f, law = case(kind)

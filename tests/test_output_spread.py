@@ -75,9 +75,43 @@ def test_gradients_are_of_outputs_that_have_a_target():
     batch, theta = batch_of(model, (x, y), likelihood)
     rows, curved = batch.output_slopes(theta, 25)
     assert rows.shape == (30, theta.numel())  # 3 of the 4 outputs of each of 10 examples
-    assert bool((rows[:, :48].reshape(30, 4, 12).abs().sum(2) > 0).sum(1).eq(1).all())
+    blocks = rows[:, :48].reshape(30, 4, 12).sum(2)
+    assert bool((blocks > 0).sum(1).eq(1).all())  # a centred logit rises with its own class and falls with the others
+    torch.testing.assert_close(blocks.sum(1), torch.zeros(30, dtype=torch.float64))
     chance = model(x).softmax(1).detach()
-    assert {round(float(v), 10) for v in curved} <= {round(float(v), 10) for v in (chance * (1 - chance)).flatten()}
+    known = (chance * (1 - chance)).flatten() / (1 - 1 / 4) ** 2
+    assert {round(float(v), 10) for v in curved} <= {round(float(v), 10) for v in known}
+
+
+def test_of_two_classes_the_ratio_is_that_of_log_odds_without_the_example():
+    """Example by example: its curvature taken out of H, and out of the diagonal of H."""
+    model, (x, y), likelihood = classifier(features=6, classes=2, count=60)
+    batch, theta = batch_of(model, (x, y), likelihood)
+    precision = precision_at(batch, theta)
+    law = gaussian(theta, precision.diagonal().rsqrt())
+    chance, each = model(x).softmax(1)[:, 0].detach(), []
+    for row, p in zip(torch.cat([x, torch.ones(60, 1).double()], 1), chance, strict=True):
+        odds = torch.cat([row[:-1], -row[:-1], row[-1:], -row[-1:]])  # the gradient of f_1 - f_2, biases last
+        full = odds @ (precision - p * (1 - p) * odds.outer(odds)).inverse() @ odds
+        own = odds.square() / precision.diagonal()
+        each.append(((own / (1 - p * (1 - p) * own)).sum() / full).sqrt())
+    found = check.output_spread(batch, theta, law, precision=precision)
+    assert found == pytest.approx(float(torch.stack(each).median()), rel=1e-8)
+
+
+def test_a_shift_of_all_logits_does_not_count():
+    """A diagonal covariance that is right but for the common shift of logits: the classes' prior alone."""
+    model, data, likelihood = classifier(classes=3)
+    batch, theta = batch_of(model, data, likelihood)
+    precision = precision_at(batch, theta)
+    rows, _ = batch.output_slopes(theta, 100)
+    common = torch.cat([rows.new_ones(3)[:, None].expand(3, 12).flatten(), rows.new_ones(3)])
+    assert float((rows @ common).abs().max()) < 1e-9
+    full = precision.inverse()
+    own = (rows @ torch.diag(1 / precision.diagonal()) * rows).sum(1)
+    exact = (own / (rows @ full * rows).sum(1)).sqrt().median()
+    law = gaussian(theta, precision.diagonal().rsqrt())
+    assert check.output_spread(batch, theta, law, precision=precision) == pytest.approx(float(exact), rel=0.1)
 
 
 def test_products_find_what_the_matrix_says(monkeypatch):

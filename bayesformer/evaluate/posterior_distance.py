@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bayesformer.evaluate.checks import check_categorical, check_finite, check_gaussian, check_predictive
+from bayesformer.likelihoods.categorical import centred
 from bayesformer.likelihoods.predictive import CategoricalPredictive, GaussianPredictive, Predictive
 
 QUANTILES = 400
@@ -63,7 +64,7 @@ def function_values(predictive: Predictive) -> Tensor:
         check_finite("predictive.log_probs", logits)
         if logits.shape[-1] == 2:
             return logits[..., 1:] - logits[..., :1]
-        return logits - logits.mean(-1, keepdim=True)
+        return centred(logits)
     check_gaussian(predictive)
     assert isinstance(predictive, GaussianPredictive)
     means = predictive.means.detach().double()

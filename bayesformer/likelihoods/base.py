@@ -105,6 +105,13 @@ class Likelihood:
         """(S,): all values that a single target can take, or None where they are not few."""
         return None
 
+    def identified(self, outputs: Tensor) -> Tensor:
+        """(B, ..., K): the outputs without what log p(y | outputs) does not depend on, by an orthogonal projection.
+
+        Spreads of outputs are compared after it, since what it takes away changes no prediction.
+        """
+        return outputs
+
     def hessian(self, outputs: Tensor) -> Tensor:
         """(B, ..., K, K): expected second derivative of -log p in the K outputs (the Fisher information)."""
         if self.elementwise:

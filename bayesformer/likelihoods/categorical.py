@@ -54,6 +54,10 @@ class Categorical(Likelihood):
             loss = F.cross_entropy(rows, labels, ignore_index=self.ignore_index, reduction="none")
         return -sum_positions(loss.view(targets.shape))
 
+    def identified(self, outputs: Tensor) -> Tensor:
+        """(B, ..., C): logits centred over the classes, since softmax does not see a shift common to all."""
+        return centred(outputs)
+
     def hessian(self, outputs: Tensor) -> Tensor:
         """(B, ..., C, C): diag(p) - p pᵀ."""
         probs = promote(outputs).softmax(-1)
@@ -109,6 +113,11 @@ class Categorical(Likelihood):
         from bayesformer.likelihoods.next_token import NextToken
 
         return None if self.aligned else NextToken(self.ignore_index)
+
+
+def centred(logits: Tensor) -> Tensor:
+    """(B, ..., C): logits minus their mean over the classes."""
+    return logits - logits.mean(-1, keepdim=True)
 
 
 def softmax_columns(logits: Tensor) -> Iterator[Tensor]:

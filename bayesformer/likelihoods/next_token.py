@@ -55,6 +55,10 @@ class NextToken(Likelihood):
     def _shifted(self, targets: Tensor) -> Tensor:
         return F.pad(targets[:, 1:], (0, 1), value=self.ignore_index)
 
+    def identified(self, outputs: Tensor) -> Tensor:
+        """(B, T, V): logits centred over the vocabulary."""
+        return self._classes.identified(outputs)
+
     def hessian(self, outputs: Tensor) -> Tensor:
         """(B, T, V, V): diag(p) - p pᵀ of the logits at every position."""
         return self._classes.hessian(outputs)

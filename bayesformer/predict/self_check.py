@@ -71,7 +71,7 @@ def _chain(posterior: Posterior, law: Samples, data: Batches) -> list[Doubt]:
 def _worth(posterior: Posterior, inputs: Inputs, chains: int, where: str) -> list[Doubt]:
     found = posterior.outputs(inputs, predictive="sampled")
     assert isinstance(found, Draws)
-    values = found.values.flatten(1)  # (L, outputs)
+    values = posterior.likelihood.identified(found.values).flatten(1)  # (L, outputs)
     worth = effective_sample_size(values.view(chains, -1, values.shape[1]))
     worth = worth[~worth.isnan()]
     middle = float(worth.median()) if len(worth) else math.inf

@@ -126,12 +126,18 @@ def sampled_truth(problem: KnownProblem, seed: int, path: Path) -> Truth:
     if str(seed) not in facts:
         found = quiet_fit(problem, Nuts(chains=CHAINS, draws=KEPT, thin=1, warm_up=WARM_UP), seed)
         draws = found.theta.double()
-        outputs = found.outputs(problem.asked).values.double()  # type: ignore[union-attr]
+        outputs = spread_of_outputs(found, problem.asked)
         known = {"mean": draws.mean(0), "sd": draws.std(0), "diagonal": best_diagonal(problem, draws)}
-        tensors |= {f"{seed}.{name}": value for name, value in {**known, "outputs": outputs.std(0)}.items()}
+        tensors |= {f"{seed}.{name}": value for name, value in {**known, "outputs": outputs}.items()}
         facts[str(seed)] = {name: found.facts[name] for name in ("seconds", "diagnostics", "doubts")}
         write_tensors(path, tensors, facts)
     return Truth(*(tensors[f"{seed}.{name}"] for name in ("mean", "sd", "diagonal", "outputs")))
+
+
+def spread_of_outputs(posterior: Posterior, inputs: Tensor, draws: int | None = None) -> Tensor:
+    """(B, K), float64: standard deviations of the outputs that the likelihood identifies, over draws of the weights."""
+    values = posterior.outputs(inputs, draws, predictive="sampled").values.double()  # type: ignore[union-attr]
+    return posterior.likelihood.identified(values).std(0)
 
 
 def best_diagonal(problem: KnownProblem, draws: Tensor) -> Tensor:

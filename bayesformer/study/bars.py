@@ -2,7 +2,8 @@
 
     error   RMS over the weights of (mean - exact mean) / exact sd
     ratio   median over the weights of sd / exact sd; of a diagonal family, over the best diagonal, H_ii^-½
-    logits  the same ratio for the outputs at new inputs, over the exact posterior's whatever the family
+    logits  the same ratio for the outputs at new inputs, over the exact posterior's whatever the family; of classes
+            for centred logits, since softmax does not see a shift common to all
     spread  of networks: the median ratio of the standard deviation of the function to HMC's, by region of inputs
 
 A fit is right if all of them are within the bar. What it doubts of itself is counted beside: doubts of right fits are
@@ -24,7 +25,15 @@ from bayesformer.core.storage import read_json, write_json
 from bayesformer.laws import GaussianLaw
 from bayesformer.methods import build_method
 from bayesformer.study.bar_networks import NETWORKS, file_name, measure_network, truth_of_network, truths_table
-from bayesformer.study.bar_problems import KnownProblem, Truth, exact_truth, problems, quiet_fit, sampled_truth
+from bayesformer.study.bar_problems import (
+    KnownProblem,
+    Truth,
+    exact_truth,
+    problems,
+    quiet_fit,
+    sampled_truth,
+    spread_of_outputs,
+)
 
 Row = Mapping[str, Any]
 DRAWS = 100  # whose outputs are compared, if there are as many
@@ -137,7 +146,7 @@ def measure(label: str, problem: KnownProblem, truth: Truth, seed: int) -> dict[
     }
     if truth.outputs is not None:
         draws = min(DRAWS, law.available or DRAWS)
-        own = posterior.outputs(problem.asked, draws, predictive="sampled").values.double().std(0)  # type: ignore[union-attr]
+        own = spread_of_outputs(posterior, problem.asked, draws)
         row["logits"] = float((own / truth.outputs).median())
     return row
 

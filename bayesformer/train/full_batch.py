@@ -159,8 +159,9 @@ class FullBatch:
     def output_slopes(self, theta: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """(R, P), (R,): gradients of `count` outputs of random examples, and the curvature that the targets have there.
 
-        One output of each example, if there are as many; of fewer examples several each. Outputs without a target that
-        counts are left out.
+        Outputs are those that the likelihood identifies, of classes centred logits f_k - mean f: u · f with a direction
+        u, along which the target's curvature is uᵀ Λ u / |u|⁴. One of each example, if there are as many; of fewer
+        examples several each. Outputs without a target that counts are left out.
         """
         made, device = self.prototype, self.shell.theta.device
         batch = next(iter(self.data.epoch(count, seed=made.problem.seed, member=0, epoch=0, device=device)))
@@ -176,8 +177,10 @@ class FullBatch:
             for place in places[torch.randperm(len(places), generator=source, device="cpu")[:each]].tolist():
                 column = torch.zeros_like(outputs)
                 column.view(-1)[place] = 1
+                column = made.likelihood.identified(column)  # u
                 found.append(products.transposed(one.inputs, column))
-                curved.append(float((made.likelihood.hessian_times(outputs, column) * column).sum()))
+                curvature = made.likelihood.hessian_times(outputs, column).double() * column
+                curved.append(float(curvature.sum() / column.double().square().sum().square()))
                 self.epochs += 1 / made.problem.num_data
         rows = torch.stack(found) if found else theta.new_zeros(0, len(theta))
         return rows, torch.tensor(curved, dtype=torch.float64, device=theta.device)
