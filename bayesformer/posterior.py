@@ -327,9 +327,9 @@ class Posterior:
         in the batch: the same inputs and `batch_size` give the same numbers. Beyond what is returned, memory holds the
         outputs of a few examples.
 
-        Of a language model (`NextToken`) probabilities of all tokens are not kept: the result is a `TokenPredictive`
-        with the uncertainties, the `top` most probable tokens and, where inputs come with labels, their
-        log-probabilities, reduced draw by draw. `full=True` gives the probabilities of all tokens under all draws.
+        Of a language model, with or without an encoder, probabilities of all tokens are not kept: the result is a
+        `TokenPredictive` with the uncertainties, the `top` most probable tokens and, where inputs come with labels,
+        their log-probabilities, reduced draw by draw. `full=True` gives those of all tokens under all draws.
         """
         way = self.predictive if predictive is None else predictive
         request = Request(way, draws, link, seed, batch_size, strategy, settings, full, top)

@@ -97,7 +97,7 @@ def test_predictions_of_an_encoder_decoder_use_the_labels_given():
     posterior = bf.fit(model, data, likelihood="categorical", training=SHORT)
     with torch.no_grad():
         logits = posterior.module()(**data).logits
-    torch.testing.assert_close(posterior.predict(data).log_probs[0], logits.log_softmax(-1))
+    torch.testing.assert_close(posterior.predict(data, full=True).log_probs[0], logits.log_softmax(-1))
     with pytest.raises(ValueError, match="must have decoder_input_ids"):
         posterior.predict({"input_ids": IDS})
 

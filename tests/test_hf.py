@@ -25,6 +25,7 @@ import bayesformer as bf
 from bayesformer import cli, evaluate
 from bayesformer.generation.terminal import SHADES, shade_of
 from bayesformer.laws import GaussianLaw, Samples
+from bayesformer.likelihoods import AlignedToken
 
 WORDS = [
     "[PAD]",
@@ -295,10 +296,17 @@ def test_predictions_of_an_encoder_decoder_model_in_every_form_of_data():
     data = {name: torch.randint(3, len(WORDS), (6, 5), generator=g) for name in ("input_ids", "labels")}
     model = bart()
     posterior = bf.fit(model, data, likelihood=bf.hf.likelihood_of(model), method=bf.Ensemble(2), training=SHORT)
-    expected = posterior.predict(data).probs
+    whole = posterior.predict(data, full=True)
+    expected, reduced = whole.probs, posterior.predict(data)  # logits at t are of the label at t
+    assert posterior.likelihood == AlignedToken()
+    torch.testing.assert_close(reduced.target_log_prob.float(), whole.log_prob(data["labels"]))
+    for name in ("total", "aleatoric", "epistemic"):
+        torch.testing.assert_close(getattr(reduced, name).float(), getattr(whole, name), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reduced.top_probs.float(), expected.topk(5).values)
+    assert not hasattr(reduced, "probs")
     listed = [{name: value[row] for name, value in data.items()} for row in range(6)]
     for form in (listed, DataLoader(listed, batch_size=4), bf.Data({"input_ids": data["input_ids"]}, data["labels"])):
-        torch.testing.assert_close(posterior.predict(form).probs, expected)
+        torch.testing.assert_close(posterior.predict(form, full=True).probs, expected)
     own = torch.stack([posterior.module(k)(**data).logits.softmax(-1) for k in range(2)]).mean(0)
     torch.testing.assert_close(expected, own.detach())
     for unlabelled in ({"input_ids": data["input_ids"]}, [{"input_ids": row} for row in data["input_ids"]]):

@@ -10,7 +10,7 @@ import bayesformer as bf
 from bayesformer import evaluate
 from bayesformer.core.types import Batch, Draws
 from bayesformer.laplace import estimate
-from bayesformer.likelihoods import Categorical, NextToken
+from bayesformer.likelihoods import AlignedToken, Categorical, NextToken
 from bayesformer.likelihoods.language import decoder_inputs, is_causal_language_model, resolve, unwrapped
 from bayesformer.methods import Problem
 from bayesformer.train.prototype import Prototype
@@ -288,9 +288,9 @@ def test_other_labels_must_be_explained(caplog):
     for batch in (batch_of(tokens, other), Batch({"inputs_embeds": torch.randn(3, T, 8)}, tokens)):
         with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*NextToken\(\).*or Categorical\(aligned=True\)"):
             resolve("categorical", gpt2(), batch)
-    for chosen in (NextToken(), Categorical(aligned=True)):
-        assert resolve(chosen, gpt2(), batch_of(tokens, other)) is chosen
-        assert resolve(chosen, gpt2(), batch_of(tokens)) is chosen
+    for chosen, kept in ((NextToken(), NextToken()), (Categorical(aligned=True), AlignedToken(aligned=True))):
+        assert resolve(chosen, gpt2(), batch_of(tokens, other)) == kept
+        assert resolve(chosen, gpt2(), batch_of(tokens)) == kept
     assert not caplog.records
 
 
@@ -332,7 +332,7 @@ def test_other_models_keep_what_they_were_given():
         assert resolve("categorical", model, batch_of(tokens)) == Categorical()
     assert resolve("categorical", gpt2(), Batch({"input_ids": tokens}, torch.tensor([0, 1, 0]))) == Categorical()
     assert resolve("gaussian", gpt2(), batch_of(tokens)) == bf.Gaussian()
-    assert resolve("categorical", t5(), batch_of(tokens)) == Categorical()
+    assert resolve("categorical", t5(), batch_of(tokens)) == AlignedToken()  # the same, reduced in prediction
     with pytest.raises(ValueError, match=r"must be Categorical\(\) for an encoder-decoder.*T5.*got NextToken"):
         resolve(NextToken(), t5(), batch_of(tokens))
 

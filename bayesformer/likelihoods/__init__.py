@@ -3,6 +3,7 @@
 A likelihood of one's own derives from `Likelihood` and is made known in one line, `likelihoods.register(MyLikelihood)`.
 """
 
+from bayesformer.likelihoods.aligned_token import AlignedToken
 from bayesformer.likelihoods.base import Likelihood
 from bayesformer.likelihoods.bernoulli import Bernoulli
 from bayesformer.likelihoods.categorical import Categorical
@@ -12,12 +13,13 @@ from bayesformer.likelihoods.poisson import Poisson
 from bayesformer.likelihoods.real import Gaussian
 from bayesformer.likelihoods.registry import LIKELIHOODS, as_likelihood, from_json, register, to_json
 
-for _kind in (Categorical, Gaussian, Bernoulli, NextToken, Poisson):
+for _kind in (Categorical, Gaussian, Bernoulli, NextToken, AlignedToken, Poisson):
     register(_kind)
 
 __all__ = [
     "LIKELIHOODS",
     "LINK_DRAWS",
+    "AlignedToken",
     "Bernoulli",
     "Categorical",
     "Gaussian",

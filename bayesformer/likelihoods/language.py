@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bayesformer.core.types import Batch, Inputs
 from bayesformer.data.batches import Batches
 from bayesformer.data.mapped import Mapped
-from bayesformer.likelihoods import Likelihood, as_likelihood
+from bayesformer.likelihoods import AlignedToken, Categorical, Likelihood, as_likelihood
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """ends of the names of transformers' causal language models"""
@@ -38,7 +38,8 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
     It is the one given, but for "categorical" (or Categorical() with `aligned` unset) on a causal language model:
     where labels equal input_ids wherever they are not ignored, NextToken is used, and one line of the log says so;
     other labels are an error that asks to choose. A model of one's own around a causal language model is changed to
-    NextToken in the same way, but other labels are taken as they are.
+    NextToken in the same way, but other labels are taken as they are. Categorical likelihoods that stay on a language
+    model become AlignedToken, which is the same over a vocabulary.
     """
     known, base = as_likelihood(likelihood), unwrapped(model)
     if _is_encoder_decoder(base):
@@ -47,11 +48,11 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
                 f"likelihood must be Categorical() for an encoder-decoder model ({type(base).__name__}), whose decoder "
                 f"is fed the labels moved by one position already; got {known}."
             )
-        return known
+        return _over_a_vocabulary(known) if generates_from_labels(base) else known
     shifted, outer = known.next_token, is_causal_language_model(base)
     inside = outer or any(is_causal_language_model(part) for part in base.modules())
     if shifted is None or batch.targets.dim() != 2 or not inside:
-        return known
+        return _over_a_vocabulary(known) if outer and batch.targets.dim() == 2 else known
     if _labels_are_inputs(known, batch):
         logger.warning(
             "labels equal input_ids on %s: the likelihood is NextToken(), logits at t against labels at t + 1.",
@@ -66,6 +67,11 @@ def resolve(likelihood: Likelihood | str, model: nn.Module, batch: Batch) -> Lik
             "at t."
         )
     return known
+
+
+def _over_a_vocabulary(likelihood: Likelihood) -> Likelihood:
+    """The same likelihood, with predictions that are reduced where they are over all tokens."""
+    return AlignedToken.of(likelihood) if type(likelihood) is Categorical else likelihood
 
 
 def batches_for(model: nn.Module, data: Batches, likelihood: Likelihood) -> Batches:
