@@ -296,7 +296,7 @@ def test_per_token_outputs_and_padding():
 
 def test_wrong_input_is_named():
     data, model = blobs(30), Mlp().eval()
-    with pytest.raises(ValueError, match="laplace.structure must be one of 'kron', .*; got 'krone"):
+    with pytest.raises(ValueError, match="laplace.structure must be one of 'auto', 'kron', .*; got 'krone"):
         bf.Laplace(structure="krone")
     with pytest.raises(
         ValueError,

@@ -33,12 +33,13 @@ from bayesformer.predict.one_pass.refusals import refuse_attention
 from bayesformer.predict.ways import WAYS, Way
 from bayesformer.train.coordinates import at_joint_mode
 from bayesformer.train.members import facts_of
+from bayesformer.train.newton import FEW
 from bayesformer.train.problem import Problem, settings_of
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.recipe import find_modes, posterior_of
 from bayesformer.train.rounding import rounding_facts
 
-STRUCTURES = ("kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
+STRUCTURES = ("auto", "kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
 NAMED = ("auto", "marglik", "validation")  # ways to choose the prior's precision
 MATRICES = 3  # of P by P numbers that a full curvature has in memory: itself, its eigenvectors, a factor
 SMALL = 2000  # weights up to which the last layer has one dense block
@@ -60,9 +61,10 @@ def refuse_matrix(size: int, prototype: Prototype) -> None:
 class Laplace:
     """Laplace approximation: a Gaussian around one trained network, from the curvature of its loss."""
 
-    structure: Literal["kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer"] = "kron"
+    structure: Literal["auto", "kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer"] = "auto"
     """form of the curvature: Kronecker factors per matrix, one number per weight, one dense matrix, a dense matrix per
-    module, the top eigenpairs, a dense matrix over few weights, or the last layer alone (dense if small, else kron)"""
+    module, the top eigenpairs, a dense matrix over few weights, or the last layer alone (dense if small, else kron);
+    auto is full for at most 500 weights, else kron"""
     curvature: Literal["auto", "ggn", "mc", "fisher"] = "auto"
     """exact Gauss-Newton, Monte Carlo with labels from the model, or the empirical Fisher of the true labels; auto is
     ggn, but mc where that would take long: for outputs per token or more than 100 classes of large models and data"""
@@ -131,7 +133,7 @@ class Laplace:
             )
         if self.per != "one" and self.prior_precision not in {"auto", "marglik"}:
             raise ValueError(f"laplace.per must be 'one' unless prior_precision is 'marglik'; got {self.per!r}.")
-        if self.per == "weight" and self.structure in {"kron", "last_layer"}:
+        if self.per == "weight" and self.structure in {"auto", "kron", "last_layer"}:
             raise ValueError(
                 f"laplace.per must be 'one' or 'layer' for structure={self.structure!r}, whose factors take one "
                 "precision each; got 'weight'."
@@ -150,6 +152,9 @@ class Laplace:
                 f"laplace.noise must be 'given' where an earlier posterior is the prior; got {self.noise!r}."
             )
         prototype = Prototype(problem)
+        return self.structured(prototype)._fit(problem, prototype)
+
+    def _fit(self, problem: Problem, prototype: Prototype) -> Posterior:
         self.check_model(prototype)
         if problem.prior is not None:
             mode, stage = trained_mode(self, prototype)
@@ -167,9 +172,10 @@ class Laplace:
         """The Gaussian around a model that is trained already, which stays where it is."""
         self.check(problem.likelihood, problem.validation)
         prototype = Prototype(problem)
-        self.check_model(prototype)
+        chosen = self.structured(prototype)
+        chosen.check_model(prototype)
         facts = {
-            "method": {"name": "laplace", **settings_of(self)},
+            "method": {"name": "laplace", **settings_of(chosen)},
             "seed": problem.seed,
             "num_data": problem.num_data,
             "data": problem.data.fingerprint(),
@@ -178,7 +184,17 @@ class Laplace:
             "seconds": 0.0,
             "init": "given",
         }
-        return self.posterior_around_mode(prototype, prototype.start(0), facts)
+        return chosen.posterior_around_mode(prototype, prototype.start(0), facts)
+
+    def structured(self, prototype: Prototype) -> Laplace:
+        """The same method with structure="auto" decided: by the number of weights, or as an earlier posterior."""
+        if self.structure != "auto":
+            return self
+        if prototype.problem.prior is not None:
+            earlier = prototype.problem.prior.facts.get("method", {}).get("structure", "kron")
+            return replace(self, structure=earlier if earlier in STRUCTURES[1:] else "kron")
+        small = self.per == "one" and inferred(self, prototype).size <= FEW
+        return replace(self, structure="full" if small else "kron")
 
     def resolved(self, validation: Batches | None) -> Laplace:
         """The same method with prior_precision="auto" decided: by validation data where there are any."""
@@ -266,7 +282,8 @@ class Laplace:
         shell.load_buffers(mode.buffers)
         module = shell.module.eval()
         subset: Choice = None if self.subset == "*" else self.subset
-        form = self.structure
+        form = self.structured(prototype).structure
+        assert form != "auto"
         if form == "last_layer":
             chosen = last_layer.space_of(module, prototype.space, prototype.trial_batch.inputs)
             subset, form = chosen.names, "full" if chosen.size <= SMALL else "kron"

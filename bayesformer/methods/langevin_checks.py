@@ -15,6 +15,7 @@ from bayesformer.inference.whitened import WhitenedState, configuration
 from bayesformer.methods.pace import Pace
 from bayesformer.train.coordinates import Coordinates
 from bayesformer.train.members import Fitted
+from bayesformer.train.mode_doubts import of_prior
 
 if TYPE_CHECKING:
     from bayesformer.methods.chain_run import ChainRun
@@ -36,7 +37,7 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
     typical = kept / pace.integrated()
     if found.regime == "network":
         return [_network(pace, kept)]
-    doubts = []
+    doubts = of_prior(found.heavy)
     if typical < FEWEST:
         needed = math.ceil(FEWEST * pace.integrated() / (1 - run.method.burn_in))
         doubts.append(
@@ -98,11 +99,12 @@ def of_thermostat(run: ChainRun, found: Coordinates, pace: Pace) -> list[Doubt]:
 def _network(pace: Pace, kept: float) -> Doubt:
     """In a network every chain of this kind is short: how short, in units of the prior's scale."""
     worth = kept * pace.time / 3 if pace.friction is not None else kept * pace.time / 2
+    told = "less than 0.1" if worth < 0.1 else f"about {worth:.1f}"
     return Doubt(
         "regime",
-        "This is a network: draws around its mode are not draws of its posterior, and this chain is worth about "
-        f"{'less than 0.1' if worth < 0.1 else f'{worth:.1f}'} independent ones: off the data its spread is far too "
-        "small. " + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
+        "This is a network: draws around its mode are not draws of its posterior, and this chain is worth "
+        f"{told} independent ones: off the data its spread is far too small. "
+        + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
         worth,
         FEWEST,
     )
@@ -116,7 +118,8 @@ def of_draws(run: ChainRun, fitted: Fitted, pace: Pace | None = None) -> list[Do
     worth = median_worth(draws)
     if not worth < WORTH:
         return []
-    promised = "" if pace is None else f" where {_promised(run, fitted, pace):.0f} were to be expected"
+    expected = 0.0 if pace is None else _promised(run, fitted, pace)
+    promised = f" where {expected:.0f} were to be expected" if expected > worth else ""
     return [
         Doubt(
             "effective draws",

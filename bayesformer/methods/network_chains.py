@@ -262,20 +262,33 @@ def _starts(run: ChainRun) -> str:
 
 def _of_model(run: ChainRun) -> list[Doubt]:
     """What the chains leave out or cannot see of the model and the data; said before they run."""
-    made = run.prototype
+    made, doubts = run.prototype, _of_starts(run)
     if made.randomness.kind != "none":
         log.info("dropout is off while %s samples: the draws are of the network as it predicts", run.name)
     if made.moves_buffers:
         log.info("running averages are held while %s samples, at the values that training left", run.name)
     if not made.data.is_random:
-        return []
+        return doubts
     return [
+        *doubts,
         Doubt(
             "augmentation",
             f"Examples differ from epoch to epoch (augmentation), and {run.name} corrects gradients by examples it saw "
             "before: the posterior is of neither. Give data without augmentation.",
-        )
+        ),
     ]
+
+
+def _of_starts(run: ChainRun) -> list[Doubt]:
+    """Whether the chains of a network all begin at one mode, which they hardly leave."""
+    if run.fresh or run.modes.distinct:
+        return []
+    sentence = (
+        "All chains begin at the mode of the weights that were given, and hardly leave it: where there are no data the "
+        "spread of small networks was about half of the posterior's. If these weights need not be kept, give a "
+        "function that builds the model, or init='fresh'."
+    )
+    return [Doubt("starts", sentence)]
 
 
 def _of_temperature(measured: dict[str, Any], numbers: int) -> list[Doubt]:

@@ -111,10 +111,15 @@ class MemberLinear(nn.Module):
 
 
 def linear_modules(module: nn.Module, names: list[str]) -> list[str] | None:
-    """Paths of the `nn.Linear` modules that hold the named weights; None if any of them is somewhere else."""
+    """Paths of the `nn.Linear` modules that hold the named weights; None if any of them is somewhere else.
+
+    A module that is such a layer itself has no place in which another could stand: None.
+    """
     paths = dict.fromkeys(name.rpartition(".")[0] for name in names)
     holders = dict(module.named_modules())
-    plain = all(type(holders.get(path)) is nn.Linear and not has_forward_hooks(holders[path]) for path in paths)
+    plain = "" not in paths and all(
+        type(holders.get(path)) is nn.Linear and not has_forward_hooks(holders[path]) for path in paths
+    )
     return list(paths) if plain else None
 
 

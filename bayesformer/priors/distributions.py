@@ -60,6 +60,16 @@ def precision_at(law: Distribution, x: Tensor) -> Tensor:
     return (-law.score(loc + away) / away).clamp(0, 4 / scale**2)
 
 
+def has_heavy_tails(law: Distribution) -> bool:
+    """Whether the pull towards the centre is weaker at 3 scales than at 2: of a Cauchy, a Student's t with df below 6.
+
+    Where such a prior decides, the posterior is no Gaussian, and its curvature at the mode does not know its width.
+    """
+    loc, scale = getattr(law, "loc", 0.0), getattr(law, "scale", 1.0)
+    near, far = law.score(loc + scale * torch.tensor([2.0, 3.0], dtype=torch.float64, device="cpu")).abs().tolist()
+    return bool(far < near)
+
+
 def _check_scale(name: str, scale: float) -> None:
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"{name}.scale must be positive and finite; got {scale}.")

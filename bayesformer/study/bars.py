@@ -5,10 +5,12 @@
     logits  the same ratio for the outputs at new inputs, over the exact posterior's whatever the family; of classes
             for centred logits, since softmax does not see a shift common to all
     spread  of networks: the median ratio of the standard deviation of the function to HMC's, by region of inputs
+    marginal    of a diagonal family: median over the weights of sd / exact sd
 
-A fit is right if all of them are within the bar. What it doubts of itself is counted beside: doubts of right fits are
-false alarms, doubts of wrong ones are catches. Results are stored one by one, so that a second call runs what is
-missing; so are posteriors that had to be sampled.
+A fit is right if error, ratio and logits (or spread) are within the bar and the weights of a diagonal family have at
+least .3 of their exact spread; with less it is the best of its family, and wrong away from the data. What it doubts of
+itself is counted beside: doubts of right fits are false alarms, doubts of wrong ones are catches. Results are stored
+one by one, so that a second call runs what is missing; so are posteriors that had to be sampled.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from bayesformer.study.bar_problems import (
     sampled_truth,
     spread_of_outputs,
 )
+from bayesformer.train.output_spread import NARROW
 
 Row = Mapping[str, Any]
 DRAWS = 100  # whose outputs are compared, if there are as many
@@ -88,7 +91,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "baoab": {},
     "psgld": {},
     "laplace full": {"structure": "full"},
-    "laplace kron": {},
+    "laplace kron": {"structure": "kron"},
     "laplace diag": {"structure": "diag"},
     "vi": {},
     "vi dense": {"kind": "dense"},
@@ -144,6 +147,8 @@ def measure(label: str, problem: KnownProblem, truth: Truth, seed: int) -> dict[
         "doubts": [doubt.check for doubt in posterior.doubts],
         "seconds": seconds,
     }
+    if label in DIAGONAL:
+        row["marginal"] = float((spread.double() / truth.sd).median())
     if truth.outputs is not None:
         draws = min(DRAWS, law.available or DRAWS)
         own = spread_of_outputs(posterior, problem.asked, draws)
@@ -301,11 +306,16 @@ def _listed(what: str, rows: Sequence[Row]) -> str:
 
 
 def _right(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if bar_of(row["problem"]).holds(row)]
+    return [row for row in rows if bar_of(row["problem"]).holds(row) and not _narrow(row)]
 
 
 def _wrong(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if not bar_of(row["problem"]).holds(row, 1.5)]
+    return [row for row in rows if not bar_of(row["problem"]).holds(row, 1.5) or _narrow(row)]
+
+
+def _narrow(row: Row) -> bool:
+    """Whether the weights of a diagonal family have so little of their exact spread that it cannot be believed."""
+    return row.get("marginal", 1.0) < NARROW
 
 
 def _doubted(row: Row) -> bool:

@@ -58,6 +58,10 @@ class AnchoredPrior:
         """(..., P): every entry times its precision."""
         return rows * self.diagonal
 
+    def heavy(self, theta: Tensor) -> Tensor:
+        """(P,): none, for it is a Gaussian."""
+        return torch.zeros_like(theta, dtype=torch.bool)
+
 
 def prior_scale(prior: VectorPrior, theta: Tensor) -> Tensor:
     """(P,): a standard deviation of every weight under the prior, in which chains measure distances.

@@ -27,7 +27,7 @@ from bayesformer.priors.setting import PriorSetting
 from bayesformer.train.coordinates import EXAMPLES, POWER, Kind, at_joint_mode, centred, find_coordinates
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.members import BuildTransform, Stage, facts_of, fit_stage
-from bayesformer.train.output_spread import of_outputs, output_spread
+from bayesformer.train.output_spread import compared_with_full
 from bayesformer.train.prototype import Prototype
 from bayesformer.train.recipe import find_modes, posterior_of, shortened, subset_stage, vector_prior
 from bayesformer.train.rounding import rounding_facts
@@ -86,12 +86,12 @@ class AroundMode:
             ).value
         return at_diagonal_scale(found.root, found.curvature_diagonal * max(largest, 1.0))
 
-    def output_spread(self, law: GaussianLaw) -> float | None:
-        """The spread of outputs under a law over that under the curvature, where the posterior is near a Gaussian."""
+    def compared(self, law: GaussianLaw) -> tuple[list[Doubt], dict[str, float]]:
+        """Doubts about the spread of outputs and weights under a law, where the posterior is near a Gaussian."""
         found, heat = self.coordinates, getattr(self.method, "temperature", 1.0)
         if found.regime != "gaussian":
-            return None
-        return output_spread(self.full_batch(), found.center, law, temperature=heat, precision=found.precision)
+            return [], {}
+        return compared_with_full(self.full_batch(), found.center, law, temperature=heat, precision=found.precision)
 
     def training(self, epochs: int | Auto, own: int, least: int) -> Training:
         """How the second stage is trained: for a number of epochs that was given, else for `own` and `least` steps.
@@ -145,11 +145,11 @@ class AroundMode:
         stages = [fitted] if self.modes.stage is None else [self.modes.stage, fitted]
         inner = law(fitted.states[0])
         found = self.part.law(inner, fitted)
-        spread = None if check is None else self.output_spread(inner)
-        doubts = () if check is None else (*check(inner), *of_outputs(spread))
+        beside, numbers = ([], {}) if check is None else self.compared(inner)
+        doubts = () if check is None else (*check(inner), *beside)
         facts = facts_of(self.name, method, prototype, *stages) | rounding_facts(prototype.skeleton, found)
         facts |= {"coordinates": self.coordinates.facts} | ({} if check is None else recorded(doubts))
-        facts |= {} if spread is None else {"output_spread": spread}
+        facts |= numbers
         return posterior_of(prototype, found, facts, default_draws=method.draws, predictive=method.predictive)
 
 

@@ -57,6 +57,7 @@ class Coordinates:
     epochs: float  # spent here, in epochs of gradient evaluations
     smallest: float | None = None  # the smallest eigenvalue of WᵀHW; None where H was never written down
     precision: Tensor | None = None  # (P, P), H at the centre in float64, where it was written down
+    heavy: float = 0.0  # share of the weights of which a prior with heavy tails is at least half of H_ii
 
     @property
     def facts(self) -> dict[str, object]:
@@ -180,6 +181,7 @@ class _Search:
             epochs=self.batch.epochs,
             smallest=1.0 if kind == "dense" else self._smallest(root),
             precision=self.precision,
+            heavy=float((self.batch.prior.heavy(self.theta) & (2 * self.prior >= self.diagonal)).double().mean()),
         )
 
     @cached_property

@@ -13,9 +13,10 @@ from bayesformer.core.doubts import Doubt
 from bayesformer.laws import GaussianLaw
 from bayesformer.train.coordinates import RISE, Coordinates
 from bayesformer.train.full_batch import FullBatch
+from bayesformer.train.mode_doubts import of_prior
 
 DECREMENT = 0.3  # δ above which the mode is not found: .04 at most seen for linear models, .5 to .9 for networks
-PAIRS = 4  # draws ±ε on all data
+PAIRS, NUMBERS = 4, 64  # draws ±ε on all data: at least 4 pairs, and 64 numbers ε in them for few weights
 FAR = 2.0  # rise of U under draws, over that of a Gaussian: as for ρ
 MOVES = 0.3  # standard deviations that the mean has to go
 GROWS = 0.25  # that the logarithm of the standard deviations has to go, on average over the weights
@@ -48,7 +49,8 @@ def arrival(batch: FullBatch, law: GaussianLaw, prior_precision: Tensor, tempera
         return float(batch.prior.log_prob(theta).double())
 
     base, rises, works, steps = batch.potential(law.mean) + prior(law.mean), [], [], []
-    for draw in range(PAIRS):
+    pairs = max(PAIRS, -(-NUMBERS // law.size))
+    for draw in range(pairs):
         away = law.row(draw, seed) - law.mean
         (above, uphill), (below, downhill) = (batch.slope(law.mean + side) for side in (away, -away))
         rises.append((above + below + prior(law.mean + away) + prior(law.mean - away)) / 2 - base)
@@ -64,10 +66,10 @@ def arrival(batch: FullBatch, law: GaussianLaw, prior_precision: Tensor, tempera
     growths = 0.5 * (1 - torch.tensor(works, dtype=torch.float64, device="cpu") / scale)
     return Arrival(
         rise=float(losses.mean()),
-        rise_error=float(losses.std()) / PAIRS**0.5,
-        mean_step=math.sqrt(max(float(products) / (PAIRS * (PAIRS - 1) * law.size), 0.0)) / temperature,
+        rise_error=float(losses.std()) / pairs**0.5,
+        mean_step=math.sqrt(max(float(products) / (pairs * (pairs - 1) * law.size), 0.0)) / temperature,
         growth=float(growths.mean()),
-        growth_error=float(growths.std()) / PAIRS**0.5,
+        growth_error=float(growths.std()) / pairs**0.5,
     )
 
 
@@ -110,8 +112,8 @@ def arrival_doubts(found: Arrival, largest: float, variational: bool = True, net
     if not found.rise - ERRORS * found.rise_error <= FAR:
         sentence = (
             f"Draws of this Gaussian score far below its mean: they raise the loss {found.rise:.2g} times as much as "
-            "those of a Gaussian posterior would. Its spread is too wide to be sampled: use predictive='linearised', a "
-            "temperature below 1, or Sghmc()."
+            "those of a Gaussian posterior would. Its spread is too wide to be sampled: use predictive='linearised'"
+            f"{', a temperature below 1,' if variational else ''} or Sghmc()."
         )
         return [Doubt("draws", sentence, found.rise, FAR)]
     far, grows = found.mean_step / max(largest, 1.0) ** 0.5, abs(found.growth) - ERRORS * found.growth_error
@@ -138,7 +140,7 @@ def gaussian_doubts(
     variational: bool = True,
 ) -> Sequence[Doubt]:
     """All of them, for a law over the inferred weights."""
-    doubts = [*mode_doubts(found), *regime_doubts(found, family)]
+    doubts = [*mode_doubts(found), *regime_doubts(found, family), *of_prior(found.heavy)]
     if temperature > 0 and batch.is_objective and law.blocks:
         where = arrival(batch, law, found.prior_precision, temperature, seed)
         doubts += arrival_doubts(where, found.largest, variational, found.regime == "network")

@@ -25,6 +25,25 @@ def of_mode(decrement: float | None) -> list[Doubt]:
     ]
 
 
+def of_prior(heavy: float) -> list[Doubt]:
+    """A doubt where a prior with heavy tails decides some weights: the curvature at the mode does not know their width.
+
+    `heavy` is their share.
+    """
+    if not heavy > 0:
+        return []
+    return [
+        Doubt(
+            "prior",
+            f"A prior with heavy tails (Student's t, Cauchy) says more than the data about {heavy:.0%} of the weights: "
+            "their posterior is wider than its curvature at the mode, which this method takes its scale from. Use "
+            "Nuts(), or a normal prior.",
+            heavy,
+            0.0,
+        )
+    ]
+
+
 def of_training(converged: Sequence[bool | None]) -> list[Doubt]:
     """A doubt where the objective of some networks still rose when their training ended; None could not be told."""
     unsettled = sum(settled is False for settled in converged)

@@ -11,7 +11,7 @@ from torch import Tensor
 from bayesformer.core.vectors import pieces
 from bayesformer.laws import GaussianLaw
 from bayesformer.model.space import Space
-from bayesformer.priors.distributions import Distribution, precision_at, write_score
+from bayesformer.priors.distributions import Distribution, has_heavy_tails, precision_at, write_score
 from bayesformer.priors.prior import Prior
 
 WRITTEN_DOWN = 2000  # weights of a block whose inverse is formed to read off its diagonal
@@ -36,6 +36,10 @@ class VectorPrior(Protocol):
         """(..., P): rows times that curvature of -log p at θ (P,)."""
         ...
 
+    def heavy(self, theta: Tensor) -> Tensor:
+        """(P,), boolean: weights whose law has heavy tails."""
+        ...
+
 
 class FlatPrior:
     """No prior: a constant density, whose logarithm is taken as 0."""
@@ -56,6 +60,10 @@ class FlatPrior:
     def precision_times(self, theta: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG002
         """(..., P): zeros in the shape of the rows."""
         return torch.zeros_like(rows)
+
+    def heavy(self, theta: Tensor) -> Tensor:
+        """(P,): none."""
+        return torch.zeros_like(theta, dtype=torch.bool)
 
 
 class NamedPrior:
@@ -99,6 +107,13 @@ class NamedPrior:
         """(..., P): every entry times the precision of its weight."""
         return rows * self.precision(theta)
 
+    def heavy(self, theta: Tensor) -> Tensor:
+        """(P,): those of a Student's t or a Cauchy, see `has_heavy_tails`."""
+        found = torch.zeros_like(theta, dtype=torch.bool)
+        for place, law in self.stretches:
+            found[place] = law is not None and has_heavy_tails(law)
+        return found
+
 
 class GaussianPrior:
     """An earlier posterior as the prior: -½ (θ - m)ᵀ Σ⁻¹ (θ - m), without its constant; flat outside its blocks."""
@@ -140,3 +155,7 @@ class GaussianPrior:
         for place, block in zip(self.law.places, self.law.blocks, strict=True):
             found[..., place] = block.precision_times(rows[..., place])
         return found
+
+    def heavy(self, theta: Tensor) -> Tensor:
+        """(P,): none, for it is a Gaussian."""
+        return torch.zeros_like(theta, dtype=torch.bool)
