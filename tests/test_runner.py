@@ -706,3 +706,10 @@ def test_assignments_are_toml_values():
     assert parse_assignment("mc_dropout.rate=none") == (["mc_dropout", "rate"], None)
     assert parse_assignment("map.prior=normal(0, 1)") == (["map", "prior"], "normal(0, 1)")
     assert parse_assignment("toy/m1.test=10") == (["toy/m1", "test"], 10)
+
+
+def test_none_in_a_file_of_settings_is_none_where_the_setting_takes_no_text():
+    (cell,) = plan(["glue/sst2"], [{"name": "mc_dropout", "rate": "none"}], [0])
+    assert cell.method_settings["rate"] is None
+    with pytest.raises(ValueError, match="mc_dropout.draws must be int; got 'none'"):
+        plan(["glue/sst2"], [{"name": "mc_dropout", "draws": "none"}], [0])

@@ -89,7 +89,12 @@ def _texts_under_fields(kind: type[Any]) -> dict[str, str]:
 
 
 def _fit_type(value: Any, hint: Any, where: str) -> Any:
-    """The value if it has the type of the field (an integer may stand for a float), else an error."""
+    """The value if it has the type of the field (an integer may stand for a float), else an error.
+
+    Files of settings have no None: there "none" stands for it, where the field takes no text.
+    """
+    if value == "none" and type(None) in _options(hint) and str not in _options(hint):
+        return None
     for option in _options(hint):
         if get_origin(option) is Literal:
             if value in get_args(option):
