@@ -151,7 +151,8 @@ def test_a_wide_last_layer_adds_few_columns_and_keeps_its_variances(kind, monkey
     outputs, rank = 7, 3
     vectors = [torch.linalg.qr(torch.randn(n, n, dtype=F64))[0] for n in (outputs, 2)]
     if kind == "kronecker":
-        block = Kronecker(torch.rand(outputs, dtype=F64), torch.rand(2, dtype=F64), torch.tensor(0.3).double(), *vectors)
+        values = torch.rand(outputs, dtype=F64), torch.rand(2, dtype=F64)
+        block = Kronecker(*values, torch.tensor(0.3, dtype=F64), *vectors)
         features = torch.randn(5, 2, dtype=F64)
     else:  # of a bias, whose feature is 1, or -1 where it is taken away
         block = Dense(torch.linalg.cholesky(covariance(outputs)))

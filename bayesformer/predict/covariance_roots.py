@@ -309,7 +309,7 @@ class CovarianceRoots:
         return PlacedBlock(block, names, own, line, whole, self._band(names, as_slice(own)))
 
     def _band(self, names: tuple[str, ...], columns: slice | Tensor) -> tuple[int, slice] | None:
-        """The axis of a matrix (n, m) and the lines along it of which a block has all numbers in order, if it has so."""
+        """The axis of a matrix (n, m), and the lines along it that a block consists of; None if it does not."""
         shape = self.space.shapes[self.space.names.index(names[0])]
         if len(names) > 1 or len(shape) != 2:
             return None
