@@ -18,6 +18,7 @@ from bayesformer.model.space import Space
 from bayesformer.models.transformer import Encoder, Regressor, SequenceClassifier, Tagger
 from bayesformer.models.vit import VisionTransformer
 from bayesformer.predict import linearised
+from bayesformer.predict.covariance_roots import CovarianceRoots
 from bayesformer.predict.linearised import Linearised, linearised_outputs
 from tests.nets import Mlp, Normed, Tied
 
@@ -192,6 +193,37 @@ def test_a_block_over_scattered_weights_of_several_layers():
     check(model, inputs, GaussianLaw(mean, (place,), (DenseCurvature(positive(12)).posterior(D),)))
     size = Space.of(model).sizes[0] + 3  # a stretch that ends within the second parameter
     check(model, inputs, GaussianLaw(mean, (slice(0, size),), (DenseCurvature(positive(size)).posterior(D),)))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", ["kronecker", "dense"])
+def test_blocks_of_the_parts_of_a_packed_weight_need_no_rows_of_the_whole(kind, turned, monkeypatch):
+    """Queries and keys side by side in one weight: each block meets the slopes of its own outputs."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn((3, 4) if turned else (4, 3)))
+
+        def forward(self, x):
+            both = x @ self.weight if turned else nn.functional.linear(x, self.weight)
+            queries, keys = both.chunk(2, -1)
+            return torch.tanh(queries * keys).sum(-2)
+
+    def refuse(*_):
+        raise AssertionError("rows of the whole weight")
+
+    model = Packed().double()
+    numbers = torch.arange(12).view(model.weight.shape)
+    places = tuple(part.flatten() for part in numbers.chunk(2, 1 if turned else 0))
+    shapes = (3, 2) if turned else (2, 3)
+    curvatures = [
+        DenseCurvature(positive(6)) if kind == "dense" else KroneckerCurvature.of(*(positive(n) for n in shapes))
+        for _ in places
+    ]
+    law = GaussianLaw(mean_of(model), places, tuple(curvature.posterior(D) for curvature in curvatures))
+    monkeypatch.setattr(CovarianceRoots, "_of_several", refuse)
+    check(model, torch.randn(5, 4, 3, dtype=F64), law)
 
 
 def last_layer(model, kind, names=("net.3.weight", "net.3.bias")):

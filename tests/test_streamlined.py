@@ -14,6 +14,7 @@ from bayesformer.likelihoods import Categorical
 from bayesformer.model.space import Space
 from bayesformer.models import Encoder, Tagger, VisionTransformer
 from bayesformer.posterior import Posterior
+from bayesformer.predict import head
 from bayesformer.predict.head import HeadCovariance, add_block, block_variance
 from bayesformer.predict.one_pass import Settings
 from bayesformer.predict.streamlined import Calibration, RuleSettings
@@ -140,6 +141,40 @@ def test_variances_of_the_last_layer_are_those_of_its_covariance(kind):
     add_block(parts, block, [features])
     expected = parts.outputs(torch.zeros(5, 4, dtype=F64)).variance
     torch.testing.assert_close(block_variance(block, [features], 4), expected)
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "dense"])
+def test_a_wide_last_layer_adds_few_columns_and_keeps_its_variances(kind, monkeypatch):
+    """Beyond `SQUARE` outputs the directions of least spread are on the diagonal; the others are as they were."""
+    from bayesformer.laws import Dense, Kronecker
+
+    outputs, rank = 7, 3
+    vectors = [torch.linalg.qr(torch.randn(n, n, dtype=F64))[0] for n in (outputs, 2)]
+    if kind == "kronecker":
+        values = torch.rand(outputs, dtype=F64), torch.rand(2, dtype=F64)
+        block = Kronecker(*values, torch.tensor(0.3, dtype=F64), *vectors)
+        features = torch.randn(5, 2, dtype=F64)
+    else:  # of a bias, whose feature is 1, or -1 where it is taken away
+        block = Dense(torch.linalg.cholesky(covariance(outputs)))
+        features = torch.tensor([1.0, -1.0], dtype=F64).view(2, 1)
+    mean = torch.zeros(len(features), outputs, dtype=F64)
+
+    def of_rank(columns):
+        parts = HeadCovariance(torch.zeros_like(mean), columns)
+        add_block(parts, block, [features])
+        return parts.outputs(mean)
+
+    whole = of_rank(outputs)
+    monkeypatch.setattr(head, "SQUARE", 4)
+    cut = of_rank(rank)
+    assert cut.factor.shape[-1] == rank
+    torch.testing.assert_close(cut.variance, whole.variance)
+    values = torch.linalg.eigvalsh(whole.covariance)
+    if kind == "dense":
+        kept = cut.factor @ cut.factor.mT
+        torch.testing.assert_close(torch.linalg.eigvalsh(kept)[:, -rank:], values[:, -rank:])
+    left = torch.linalg.eigvalsh(whole.covariance - cut.factor @ cut.factor.mT)
+    assert (left > -1e-9).all()  # what is kept is a part of the whole
 
 
 # --- which rule -------------------------------------------------------------------------------------------------------

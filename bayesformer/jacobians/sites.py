@@ -344,7 +344,10 @@ def _in_turn(sites: list[Site], outputs: Tensor, columns: Tensor, keep: bool) ->
                     found[key].append(answer)
         for site, answer in zip(general, _one_by_one(general, outputs, column), strict=True):
             found[id(site)].append(answer)
-    gradients = {key: kept[0].unsqueeze(0) if len(kept) == 1 else torch.stack(kept) for key, kept in found.items()}
+    gradients = {}
+    for key in list(found):  # once its columns are joined, their memory serves the next
+        kept = found.pop(key)
+        gradients[key] = kept[0].unsqueeze(0) if len(kept) == 1 else torch.stack(kept)
     keys = [id(site if site.edge is None else site.edge) for site in sites]
     return [_arranged(site, gradients.get(key), len(columns)) for site, key in zip(sites, keys, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +29,13 @@ class Dense(Block):
     def size(self) -> int:
         """p, the number of weights whose covariance this is."""
         return len(self.tril)
+
+    @cached_property
+    def axes(self) -> Tensor:
+        """(p, p): the root of Σ whose columns are its eigenvectors, the longest first; computed once."""
+        values, vectors = torch.linalg.eigh(self.tril @ self.tril.mT)
+        signs = torch.where(vectors.sum(0) < 0, -1.0, 1.0)  # of the two eigenvectors the same one everywhere
+        return (vectors * (signs * values.clamp_min(0).sqrt())).flip(1)
 
     def times(self, rows: Tensor) -> Tensor:
         """(..., p): each row times L, then times Lᵀ."""

@@ -48,6 +48,11 @@ class KroneckerBasis(Factors, Block):
         """D^-½ (k, m): the standard deviation along every pair of eigenvectors, computed once."""
         return self.precisions.rsqrt()
 
+    @cached_property
+    def out_squares(self) -> Tensor | None:
+        """(out, k): the squares of the outputs' eigenvectors, computed once."""
+        return None if self.out_vectors is None else self.out_vectors.square()
+
     def rotate(self, matrix: Tensor) -> Tensor:
         """Q_Bᵀ G Q_A: (..., out, in) -> (..., k, m)."""
         if self.out_vectors is not None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from bayesformer.core.slices import cache_sized_slices
+from bayesformer.core.slices import as_slice, cache_sized_slices
 from bayesformer.jacobians.sites import ElementSite, EmbeddingSite, LinearSite, Site
 from bayesformer.laws import Block, Dense, Deviations, Diagonal, GaussianLaw, KroneckerBasis, Law
 from bayesformer.model.space import Space
@@ -164,6 +164,7 @@ class PlacedBlock(NamedTuple):
     columns: slice | Tensor  # (p,): its weights among those of these parameters, one after another
     stretch: slice | None  # in θ, if they lie in one stretch
     whole: bool  # these parameters and nothing else, in their own order
+    band: tuple[int, slice] | None = None  # if it is some whole rows (axis 0) or columns (1) of one matrix: which
 
 
 class CovarianceRoots:
@@ -206,15 +207,32 @@ class CovarianceRoots:
             used = [use for name in placed.names for use in uses[name]]
             if not used:
                 continue  # a parameter that this pass did not use has a Jacobian of 0
-            (site, slope), block = used[0], placed.block
-            if len(used) > 1 or placed.stretch is None or self.stretch(site) != placed.stretch:
-                yield from self._of_several(placed, uses, slope, joint)
-            elif not joint and isinstance(site, ElementSite) and isinstance(block, SIMPLE) and block.size <= SHORT:
+            if (alone := self._alone(placed, used)) is None:
+                yield from self._of_several(placed, uses, used[0][1], joint)
+                continue
+            (site, slope), block = alone, placed.block
+            if not joint and isinstance(site, ElementSite) and isinstance(block, SIMPLE) and block.size <= SHORT:
                 short.append((block, site.values(slope)))
             else:
                 yield from site_roots(site, slope, block, joint)
         yield from short_roots(short)
         yield from self._of_deviations(uses, joint)
+
+    def _alone(self, placed: PlacedBlock, used: Sequence[tuple[Site, Tensor]]) -> tuple[Site, Tensor] | None:
+        """The one site where the weights of a block meet the data, with its slopes; None if there is no such site.
+
+        A block over some outputs of a linear layer (the queries of a packed weight) has the slopes of those alone.
+        """
+        site, slope = used[0]
+        if len(used) > 1:
+            return None
+        if placed.stretch is not None and self.stretch(site) == placed.stretch:
+            return site, slope
+        if isinstance(site, LinearSite) and site.part.index is None and placed.band is not None:
+            axis, lines = placed.band
+            if axis == (1 if site.turned else 0):
+                return site, slope[..., lines]
+        return None
 
     def stretch(self, site: Site) -> slice | None:
         """Where the weights of a site lie in θ, if in one stretch."""
@@ -276,7 +294,8 @@ class CovarianceRoots:
         first, last = self.places[names[0]].start, self.places[names[-1]].stop
         whole = (where.start, where.stop) == (first, last)
         columns = slice(where.start - first, where.stop - first)
-        return PlacedBlock(block, names, columns, slice(where.start, where.stop), whole)
+        band = self._band(names, columns)
+        return PlacedBlock(block, names, columns, slice(where.start, where.stop), whole, band)
 
     def _scattered(self, where: Tensor, block: Block) -> PlacedBlock:
         names = tuple(n for n, s in self.places.items() if bool(((where >= s.start) & (where < s.stop)).any()))
@@ -286,7 +305,22 @@ class CovarianceRoots:
         start = int(where[0])
         stretch = torch.equal(where, torch.arange(start, start + len(where), device="cpu"))
         whole = torch.equal(where, columns)
-        return PlacedBlock(block, names, position[where], slice(start, start + len(where)) if stretch else None, whole)
+        own, line = position[where], slice(start, start + len(where)) if stretch else None
+        return PlacedBlock(block, names, own, line, whole, self._band(names, as_slice(own)))
+
+    def _band(self, names: tuple[str, ...], columns: slice | Tensor) -> tuple[int, slice] | None:
+        """The axis of a matrix (n, m), and the lines along it that a block consists of; None if it does not."""
+        shape = self.space.shapes[self.space.names.index(names[0])]
+        if len(names) > 1 or len(shape) != 2:
+            return None
+        if isinstance(columns, slice):
+            start, rest = divmod(columns.start, shape[1])
+            count, left = divmod(columns.stop - columns.start, shape[1])
+            return None if rest or left else (0, slice(start, start + count))
+        first, count = int(columns[0]), len(columns) // shape[0]
+        lines = first + torch.arange(count, device="cpu")
+        places = torch.arange(shape[0], device="cpu").unsqueeze(-1) * shape[1] + lines
+        return (1, slice(first, first + count)) if torch.equal(columns, places.flatten()) else None
 
 
 def gram(root: Tensor, width: int) -> Tensor:

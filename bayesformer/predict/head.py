@@ -7,9 +7,9 @@ For a Gaussian over W (K, D) and features φ (..., D), the covariance of the K o
     dense        φᵀ Σ_kl φ
     low rank     the prior's diagonal less what k columns take away
 
-A bias is a weight whose one feature is 1. Nothing is K by K unless Q_B or the dense block already is. Q_B of a
-vocabulary has few columns, but there is a copy of them for every input: where these would be too many, those of least
-spread become part of the diagonal, so that variances stay exact.
+A bias is a weight whose one feature is 1. Nothing is K by K unless Q_B or the dense block already is. Q_B and a root of
+a bias's covariance have at most K columns, but there is a copy of them for every input: where these would be too many,
+those of least spread become part of the diagonal, so that variances stay exact.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def add_block(parts: HeadCovariance, block: Block, features: Sequence[Tensor]) -
         parts.diagonal = parts.diagonal + _variances(block.variance, features, outputs)
     elif isinstance(block, KroneckerBasis) and len(features) == 1:
         _add_kronecker(parts, block, features[0])
+    elif isinstance(block, Dense) and outputs == block.size > max(SQUARE, parts.rank):
+        _add_bias(parts, block, features[0])
     elif isinstance(block, Dense):
         parts.added.append(contract(block.tril, features, outputs))
     elif isinstance(block, LowRank):
@@ -97,7 +99,8 @@ def block_variance(block: Block, features: Sequence[Tensor], outputs: int) -> Te
         spread, rest = _kronecker_spread(block, features[0])
         if block.out_vectors is None:
             return spread
-        squares = block.out_vectors.square()
+        squares = block.out_squares
+        assert squares is not None
         found = spread @ squares.mT
         if squares.shape[0] == squares.shape[1]:
             return found
@@ -138,16 +141,23 @@ def contract(columns: Tensor, features: Sequence[Tensor], outputs: int) -> Tenso
     return sum(found[1:], found[0])
 
 
+def _add_bias(parts: HeadCovariance, block: Dense, feature: Tensor) -> None:
+    """φ² Σ for one feature φ (..., 1): the longest axes of Σ as columns, of the others the variances."""
+    kept, rest = block.axes[:, : parts.rank], block.axes[:, parts.rank :]
+    parts.diagonal = parts.diagonal + feature.square() * rest.norm(dim=-1).square()
+    parts.added.append(feature.unsqueeze(-1) * kept)
+
+
 def _add_kronecker(parts: HeadCovariance, block: KroneckerBasis, features: Tensor) -> None:
     spread, size = _kronecker_spread(block, features)  # (..., k), (..., 1)
     if block.out_vectors is None:
         parts.diagonal = parts.diagonal + spread
         return
-    vectors, outputs = block.out_vectors, len(block.out_vectors)
+    vectors, squares, outputs = block.out_vectors, block.out_squares, len(block.out_vectors)
+    assert squares is not None
     if outputs > SQUARE and vectors.shape[1] > parts.rank:
-        order = spread.flatten(0, -2).mean(0).argsort(descending=True)
-        rest, kept = order[parts.rank :], order[: parts.rank]
-        parts.diagonal = parts.diagonal + spread[..., rest] @ vectors[:, rest].square().mT
+        kept = spread.flatten(0, -2).mean(0).argsort(descending=True)[: parts.rank]
+        parts.diagonal = parts.diagonal + spread.index_fill(-1, kept, 0) @ squares.mT
         spread_kept, vectors_kept = spread[..., kept], vectors[:, kept]
     else:
         spread_kept, vectors_kept = spread, vectors
@@ -155,7 +165,7 @@ def _add_kronecker(parts: HeadCovariance, block: KroneckerBasis, features: Tenso
     if vectors.shape[1] != outputs:
         # c (I - U Uᵀ) for the outputs outside the vectors, which see the prior: c = |φ|² / d.
         if outputs > SQUARE:
-            parts.diagonal = parts.diagonal + size * (1 - vectors.square().sum(-1)).clamp_min(0)
+            parts.diagonal = parts.diagonal + size * (1 - squares.sum(-1)).clamp_min(0)
         else:
             parts.diagonal = parts.diagonal + size
             parts.removed.append(vectors * size.sqrt().unsqueeze(-2))

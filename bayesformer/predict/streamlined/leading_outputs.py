@@ -31,7 +31,7 @@ class OutputCovariance(NamedTuple):
     @property
     def variance(self) -> Tensor:
         """(B, C): the variances on the diagonal of the whole."""
-        return self.diagonal + self.factor.square().sum(-1)
+        return self.diagonal + self.factor.norm(dim=-1).square()
 
 
 class Regression(NamedTuple):
@@ -68,10 +68,12 @@ class LeadingOutputs:
     def covariance(self, chosen: Regression, seen: Tensor) -> OutputCovariance:
         """Cov f (B, C, C) as a factor and a diagonal, from the regressions of B examples and G (B, K, K)."""
         scale = (chosen.inverse * seen).sum((-2, -1)).clamp_min(0)  # τ, (B,)
-        factor = chosen.slopes @ _symmetric_root(seen)
-        left = self.root - chosen.slopes @ (chosen.rows @ self.root)  # (I - B U) L, (B, C, r)
-        left = left * scale.sqrt()[:, None, None]
-        return OutputCovariance(torch.cat([factor, left], -1), chosen.apart * scale.unsqueeze(-1))
+        size = scale.sqrt()[:, None, None]
+        # [B G^½, √τ (I - B U) L] is one product with B, to which √τ L is added: no other tensor is (B, C, K + r).
+        inner = torch.cat([_symmetric_root(seen), -size * (chosen.rows @ self.root)], -1)
+        factor = chosen.slopes @ inner
+        factor[..., seen.shape[-1] :].addcmul_(self.root, size)
+        return OutputCovariance(factor, chosen.apart * scale.unsqueeze(-1))
 
     def _regression(self, outputs: Tensor) -> Regression:
         """In float64: U M Uᵀ may be nearly singular, and its inverse is then that of what is not."""

@@ -161,7 +161,7 @@ class Streamliner:
         found = self._noise_of(batch, head, rank)
         lift = calibration.lift if rows == RuleSettings().outputs else 1.0
         factor = lift * calibration.factor(lift * below.variance.sum(-1))[:, None]  # (B, 1)
-        root = factor.sqrt().unsqueeze(-1) * below.factor
+        root = below.factor.mul_(factor.sqrt().unsqueeze(-1))  # (B, C, r), in place: it may be large
         left = root[..., rank:].square().sum(-1) + factor * below.diagonal
         found.diagonal = found.diagonal + left.view(batch.mean.shape)
         found.added.append(root[..., :rank].view(*batch.mean.shape, -1))
