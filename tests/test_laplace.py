@@ -307,7 +307,7 @@ def test_wrong_input_is_named():
         bf.Laplace(prior_precision=math.nan)
     with pytest.raises(ValueError, match="unknown link 'probbit'"):
         bf.Laplace(link="probbit")
-    with pytest.raises(ValueError, match="laplace.per must be 'one' or 'layer' for structure='kron'"):
+    with pytest.raises(ValueError, match="laplace.per must be 'one' or 'layer' for structure='auto'"):
         bf.Laplace(per="weight")
     with pytest.raises(ValueError, match="laplace.per must be 'one' unless prior_precision is 'marglik'; got 'layer'"):
         bf.Laplace(per="layer", prior_precision=1.0)

@@ -110,7 +110,7 @@ def test_inputs_that_part_on_the_way_have_factors_of_their_own(monkeypatch):
 def test_a_posterior_with_shared_factors_is_saved_once_and_loaded_whole(tmp_path):
     model, x = adapted(), torch.randn(N, D, dtype=F64)
     data = (x, torch.randn(N, 3 * OUT, dtype=F64))
-    posterior = bf.laplace(model, data, likelihood=Gaussian(SIGMA), prior_precision=1.0)
+    posterior = bf.laplace(model, data, likelihood=Gaussian(SIGMA), structure="kron", prior_precision=1.0)
     tensors = posterior.law.tensors()
     assert sum(name.endswith("in_vectors") for name in tensors) == 4
     assert sum(name.endswith("in_vectors.same") for name in tensors) == 2

@@ -156,7 +156,7 @@ def test_transformers_of_every_kind(name, structure):
         model, (inputs, targets), likelihood="categorical", structure=structure, prior_precision=10.0
     )
     for way in ("linearised", "sampled"):
-        probs = posterior.predict(asked(name, inputs, targets), predictive=way, draws=3).probs
+        probs = posterior.predict(asked(name, inputs, targets), predictive=way, draws=3, full=True).probs
         torch.testing.assert_close(probs.sum(-1), torch.ones(probs.shape[:-1]))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

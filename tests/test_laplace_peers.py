@@ -65,7 +65,9 @@ def test_posterior_evidence_and_predictive_are_those_of_laplace_torch(kind, subs
 def test_a_temperature_does_to_ours_what_it_does_to_theirs():
     model, data = problem("classification")
     theirs = fitted(model, "classification", data, "kron", temperature=0.5)
-    posterior = bf.laplace(model, data, likelihood="categorical", prior_precision=D, curvature="ggn", temperature=0.5)
+    posterior = bf.laplace(
+        model, data, likelihood="categorical", structure="kron", prior_precision=D, curvature="ggn", temperature=0.5
+    )
     close(covariance(posterior.law), matrix(theirs.posterior_precision).inverse())
     assert posterior.facts["log_evidence"] == pytest.approx(float(theirs.log_marginal_likelihood()), rel=1e-9)
 
@@ -74,7 +76,7 @@ def test_a_temperature_does_to_ours_what_it_does_to_theirs():
 def test_the_links_give_the_probabilities_of_laplace_torch(link):
     model, data = problem("classification")
     theirs = fitted(model, "classification", data, "kron")
-    posterior = bf.laplace(model, data, likelihood="categorical", prior_precision=D, curvature="ggn")
+    posterior = bf.laplace(model, data, likelihood="categorical", structure="kron", prior_precision=D, curvature="ggn")
     x = torch.randn(5, 3, dtype=F64)
     close(posterior.predict(x, link=link).probs, theirs(x, pred_type="glm", link_approx=link))
 

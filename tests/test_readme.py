@@ -16,6 +16,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SAYS = [
     "tensor",
     "Posterior(sghmc",
+    "weights 0.0",
     "torch.Size([1, 39, 2])",
     "tensor",
     "torch.Size([2, 12, 5])",

@@ -77,8 +77,8 @@ def test_nothing_is_as_large_as_a_square_of_the_outputs(which, structure):
     with Largest() as largest:
         posterior = bf.laplace(model, data, likelihood=aligned, structure=structure, prior_precision=1.0)
         outputs = posterior.outputs(inputs)
-        probs = posterior.predict(inputs, link="probit").probs
-        posterior.predict(inputs, draws=3)
+        probs = posterior.predict(inputs, link="probit", full=True).probs
+        posterior.predict(inputs, draws=3, full=True)
     assert largest.numbers < C * C / 10, f"{largest.shape} was made"
     assert largest.numbers > C * D  # it looks at all of it
     assert outputs.mean.shape == (2, T, C)

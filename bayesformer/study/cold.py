@@ -77,7 +77,7 @@ def _methods(hot: list[float], warm_up: float) -> list[str | dict[str, Any]]:
         {"name": "vi", "temperature": hot, "warm_up": warm_up, "log_sd": -5.0},  # the start of the stored results
         chain,
         {**chain, "chains": CHAINS, "draws": 1, "burn_in": 0.0},
-        {"name": "laplace", "temperature": hot, "prior_precision": 1.0},
+        {"name": "laplace", "structure": "kron", "temperature": hot, "prior_precision": 1.0},
     ]
 
 

@@ -62,7 +62,7 @@ class FlatPrior:
         return torch.zeros_like(rows)
 
     def heavy(self, theta: Tensor) -> Tensor:
-        """(P,): none."""
+        """(P,): none, for a constant density has no tails."""
         return torch.zeros_like(theta, dtype=torch.bool)
 
 
