@@ -161,3 +161,14 @@ def test_chains_of_a_given_network_say_that_they_see_one_mode():
             )
     assert "starts" in checks(found["given"])
     assert "starts" not in checks(found["fresh"])
+
+
+def test_members_that_all_start_from_given_weights_are_doubted():
+    torch.manual_seed(0)
+    build = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))  # noqa: E731
+    short, method = bf.Training(epochs=2), bf.Ensemble(2)
+    for model, init, doubted in ((build(), "given", True), (build(), "fresh", False), (build, "given", False)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", bf.FidelityWarning)
+            found = bf.fit(model, regression(), likelihood=bf.Gaussian(NOISE), method=method, training=short, init=init)
+        assert ("starts" in checks(found)) == doubted

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bayesformer.core.doubts import recorded
+import torch
+
+from bayesformer.core.doubts import Doubt, recorded, with_doubts
 from bayesformer.core.rules import at_least, check_ranges, whole
 from bayesformer.core.settings import LATER
 from bayesformer.laws import Samples
@@ -52,6 +54,13 @@ class Map:
         return posterior_of(prototype, Samples(part.starts[0].theta[None], fitted.buffers), facts)
 
 
+ALIKE = Doubt(
+    "starts",
+    "All members start from the weights that were given and differ by the order of their data alone: their spread says "
+    "little. Give a function that builds the model, init='fresh', or init='head' for a pretrained model.",
+)
+
+
 @dataclass(frozen=True)
 class Ensemble:
     """Deep ensemble: networks with data orders of their own, averaged; a function that builds models gives starts."""
@@ -76,7 +85,9 @@ class Ensemble:
                     f"it is put; got {self.adapter_penalty}."
                 )
             terms = (AdapterPenalty(self.adapter_penalty),)
-        return fit_points("ensemble", self, prototype, self.members, terms=terms)
+        found = fit_points("ensemble", self, prototype, self.members, terms=terms)
+        alike = self.members > 1 and torch.equal(prototype.start(0).theta, prototype.start(1).theta)
+        return replace(found, facts=with_doubts(found.facts, [ALIKE])) if alike else found
 
 
 @dataclass(frozen=True)
