@@ -45,6 +45,8 @@ def test_the_winner_is_chosen_by_validation_among_those_with_all_seeds():
     assert summary_table.summary_row([r for r in results() if r["method"] != "mle"], "digits", "laplace") is None
     alone = summary_table.summary_row([r for r in results() if r["method"] in {"mle", "sghmc"}], "digits", "laplace")
     assert alone is None
+    fewer = [r for r in results() if r["method"] == "mle" or (r["method"] == "ensemble" and r["seed"] < 2)]
+    assert summary_table.summary_row(fewer, "digits", "laplace") is None  # nothing has as many seeds as the MLE
 
 
 def test_a_verdict_asks_for_more_than_seed_noise():

@@ -98,10 +98,12 @@ def summary_row(results: Sequence[Result], task: str, experiment: str) -> Summar
     """The row of one task; None where there is no MLE, or nothing to compare it with on as many seeds."""
     groups = {entry: runs for entry, runs in group(results).items() if len(runs) >= LEAST_SEEDS}
     plain = Entry(BASELINE)
-    if plain not in groups or len(groups) < 2:
+    if plain not in groups:
         return None
     most = len(groups[plain])
     entries = {entry: runs for entry, runs in groups.items() if len(runs) >= most}
+    if len(entries) < 2:
+        return None
     metric = "oracle_gap" if all("oracle_gap" in r["metrics"] for r in groups[plain]) else str(results[0]["primary"])
     validation = {entry: summarise(r.get("validation") for r in runs) for entry, runs in entries.items()}
     judged = {
