@@ -147,6 +147,10 @@ def test_linearised_laplace_on_a_network_says_that_it_knows_one_mode():
     assert "regime" in checks(whole)
     last = bf.laplace(model, regression(), likelihood=bf.Gaussian(NOISE), structure="last_layer")
     assert "regime" not in checks(last)
+    for part in (nn.Dropout(0.1), nn.BatchNorm1d(5)):  # a training pass of these is another function
+        noisy = nn.Sequential(nn.Linear(3, 5), part, nn.Tanh(), nn.Linear(5, 1)).eval()
+        last = bf.laplace(noisy, regression(), likelihood=bf.Gaussian(NOISE), structure="last_layer")
+        assert "regime" not in checks(last)
 
 
 def test_chains_of_a_given_network_say_that_they_see_one_mode():

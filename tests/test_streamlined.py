@@ -223,7 +223,7 @@ def test_a_last_layer_alone_is_closed_and_exact():
 
 @pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
 def test_a_wide_posterior_is_drawn_from_and_says_so():
-    posterior, x = posterior_of(network(6), sd=0.7), images(16)
+    posterior, x = posterior_of(network(6), sd=1.5), images(16)
     posterior = posterior.calibrated(x)
     calibration = posterior.calibration[1]
     assert (calibration.rule, calibration.wide) == ("draws", True)
@@ -398,3 +398,28 @@ def test_input_sensitivity_is_the_mean_squared_slope():
     torch.testing.assert_close(posterior.input_sensitivity(x, draws=3), every)
     with pytest.raises(ValueError, match="inputs must be one tensor of real numbers"):
         posterior.input_sensitivity(torch.ones(2, 3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("structure", ["kron", "diag"])
+def test_variances_of_wide_posteriors_hold_where_the_noise_of_the_last_layer_meets_that_of_its_features(structure):
+    """A ReLU classifier under the prior of the evidence: products of both kinds of noise are most of the variance."""
+    g = torch.Generator().manual_seed(0)
+    centres, y = 2 * torch.randn(5, 6, generator=g), torch.randint(5, (400,), generator=g)
+    x = centres[y] + torch.randn(400, 6, generator=g)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5))
+    optimiser = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(150):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    for precision, wide in (("marglik", True), (30.0, False)):
+        posterior = bf.laplace(
+            model.eval(), (x, y), likelihood="categorical", structure=structure, prior_precision=precision
+        ).calibrated()
+        new = centres[y[:40]] + torch.randn(40, 6, generator=g)
+        drawn = posterior.outputs(new, draws=400, predictive="sampled").values.var(0)
+        ratio = posterior.outputs(new, predictive="streamlined").variance / drawn
+        assert 0.75 < float(ratio.median()) < 1.35
+        assert posterior.calibration[1].wide == wide
+        assert not (wide and posterior.calibration[1].apart)

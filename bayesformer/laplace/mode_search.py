@@ -99,7 +99,7 @@ def mode_doubts(
     if method.predictive == "sampled" and method.structure in SEPARATES:
         numbers["rise"] = _rise(law, part.place, own, batch)
         doubts += of_rise(numbers["rise"])
-    elif method.predictive != "sampled" and not (batch.is_objective and batch.is_linear()):
+    elif method.predictive != "sampled" and not batch.is_linear():
         doubts.append(Doubt("regime", ONE_MODE))
     return doubts, numbers
 

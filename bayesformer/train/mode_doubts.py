@@ -18,7 +18,8 @@ def of_mode(decrement: float | None) -> list[Doubt]:
         Doubt(
             "mode",
             f"The mode was not found: the weights are {decrement:.1f} posterior standard deviations away from it. "
-            "Train longer, or with a larger training.lr.",
+            "Train longer, or with a larger training.lr; a model that was trained elsewhere needs the prior there, as "
+            "weight decay.",
             decrement,
             FAR,
         )

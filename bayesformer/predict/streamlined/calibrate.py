@@ -17,10 +17,12 @@ from bayesformer.core.seeds import fold
 from bayesformer.core.types import Inputs
 from bayesformer.data.inputs import first_tensor, map_inputs
 from bayesformer.predict.joining import NotFiniteError
+from bayesformer.predict.linearised import UNKNOWN
 from bayesformer.predict.streamlined.drawn_passes import DrawnPasses
 from bayesformer.predict.streamlined.output_calibration import BELIEVED, Calibration
+from bayesformer.predict.streamlined.rule_settings import Rule, RuleSettings
 from bayesformer.predict.streamlined.second_moment import SecondMoment, root_of, variances_of
-from bayesformer.predict.streamlined.streamliner import Streamliner
+from bayesformer.predict.streamlined.streamliner import HeadParts, Streamliner
 
 INPUTS = 32  # examples of a calibration
 POSITIONS = 8192  # of all examples: fewer examples where each has many
@@ -36,6 +38,8 @@ PATTERN_RANK = 8
 LEAST = 8  # examples from which a change of kappa can be told
 SHRINK = 2.0  # of the sum of squares that the slope is divided by: few or equal examples say little of it
 STEEPEST = -0.7
+COMPARED = 4096  # numbers of an example's outputs up to which they are compared with draws of all weights
+WHOLE = (0.8, 1.25)  # ratios of variances within which the noise of the last layer stays apart
 EXACT = 32  # outputs up to which the rule of leading outputs is compared with all backward passes
 
 
@@ -55,9 +59,26 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
     count = max(4, min(count, POSITIONS // positions))
     inputs = map_inputs(inputs, lambda x: x[:count])
     head = None if rule == "exact" else streamliner.head(inputs, backward)
-    passes = streamliner.passes_of(head is not None, head)
     stiff = noisy or bool(streamliner.shell.facts.staged) or not backward
-    seen = DeviationMoments(passes, inputs, seed, 1.0 if stiff else STEP)
+    step = 1.0 if stiff else STEP
+    found = _calibrated(streamliner, inputs, rule, head, positions, seed, step)
+    if head is None or mean[0].numel() > COMPARED or _is_whole(streamliner, inputs, found, seed):
+        return found
+    return _calibrated(streamliner, inputs, rule, None, positions, seed, step)
+
+
+def _calibrated(
+    streamliner: Streamliner,
+    inputs: Inputs,
+    rule: Rule,
+    head: HeadParts | None,
+    positions: int,
+    seed: int,
+    step: float,
+) -> Calibration:
+    """The calibration of a rule, with the noise of the last layer apart if `head` is given."""
+    passes = streamliner.passes_of(head is not None, head)
+    seen = DeviationMoments(passes, inputs, seed, step)
     found = replace(
         _patterns(seen, passes),
         rule=rule,
@@ -66,7 +87,7 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
         inputs=len(first_tensor(inputs)),
         draws=seen.draws,
     ).to(streamliner.law.mean)
-    if not backward:
+    if rule == "draws":
         return replace(found, ratio=_ratio_of_draws(streamliner, inputs, found))
     claimed = streamliner.linear_variance(inputs, found)  # (B, C)
     exact = claimed if rule == "exact" else _linear_variance(streamliner, inputs, found, seen)
@@ -74,8 +95,24 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
     found = replace(found, **seen.kappa(found.lift * claimed.sum(-1)))
     if seen.tangents:
         found = replace(found, ratio=found.lift * float(claimed.double().sum()) / float(seen.tangents))
-    believed = BELIEVED[0] <= found.kappa <= BELIEVED[1]
-    return found if believed else replace(found, rule="draws", wide=True)
+    if BELIEVED[0] <= found.kappa <= BELIEVED[1]:
+        return found
+    found = replace(found, rule="draws", wide=True)
+    return replace(found, ratio=_ratio_of_draws(streamliner, inputs, found))
+
+
+def _is_whole(streamliner: Streamliner, inputs: Inputs, found: Calibration, seed: int) -> bool:
+    """Whether variances with the noise of the last layer apart are those of draws of all weights.
+
+    That noise is taken at the features of the mean, and features vary under the last layer's mean weights: products of
+    both are left out. Where the posterior is wide they are most of the variance (50 times the rest on a ReLU network).
+    """
+    passes = streamliner.passes_of(False)
+    mean = passes.at_mean(inputs)
+    deviations = passes.deviations(inputs, mean, found.draws, fold(seed, "whole"))
+    drawn = torch.stack([real for real, _ in deviations]).var(0)
+    claimed = torch.cat([part.variance for part in streamliner.pieces(inputs, found, RuleSettings(), UNKNOWN)])
+    return WHOLE[0] <= _median_ratio(drawn, claimed) <= WHOLE[1]
 
 
 def _linear_variance(streamliner: Streamliner, inputs: Inputs, found: Calibration, seen: DeviationMoments) -> Tensor:

@@ -219,7 +219,7 @@ class Streamliner:
         """(B, ...): the sizes that the rule's own draws find."""
         head = self.head(inputs, backward=False) if calibration.apart else None
         passes = self.passes_of(calibration.apart, head)
-        return self.sizes(inputs, passes.at_mean(inputs), passes, DRAWS)
+        return self.sizes(inputs, passes.at_mean(inputs), passes, WIDE_DRAWS if calibration.wide else DRAWS)
 
     def sizes(self, inputs: Inputs, mean: MeanPass, passes: DrawnPasses, draws: int) -> Tensor:
         """(B, ...): the mean over draws of the squared deviations, summed over the outputs of each position."""
