@@ -28,7 +28,7 @@ from bayesformer.methods import build_method
 from bayesformer.model.randomness import pass_noise
 from bayesformer.train import checkpoint as checkpoints
 from bayesformer.train.collect import Collect
-from bayesformer.train.convergence import has_converged
+from bayesformer.train.convergence import has_converged, parts_of
 from bayesformer.train.loop import score, train
 from bayesformer.train.members import Stage
 from bayesformer.train.problem import Problem
@@ -549,9 +549,32 @@ def test_scatter_alone_is_rest_and_a_trend_above_it_is_not():
     assert not any(has_converged(history(values), 0, False) for values in rising)
 
 
-def test_short_runs_cannot_be_told_and_stopped_ones_are_at_rest():
-    assert has_converged(history([-1.0] * 9), 0, stopped=False) is None
-    assert has_converged(history([-1.0] * 3), 0, stopped=True) is True
+@pytest.mark.parametrize("epochs", [3, 5, 9])
+def test_few_epochs_that_all_rise_have_not_converged_and_chance_rarely_looks_so(epochs):
+    """An epoch's mean has little noise. Three values in order by chance: one in six."""
+    for bend in (0.5, 1.0, 1.5):
+        assert has_converged(history([t**bend for t in range(epochs)]), 0, False) is False
+    source = random.Random(2)
+    noisy = [history([source.gauss(0, 1) for _ in range(epochs)]) for _ in range(300)]
+    assert sum(has_converged(rows, 0, False) for rows in noisy) >= 300 * (5 / 6 - 3 * 0.022)
+
+
+def test_one_or_two_epochs_are_judged_by_their_parts():
+    steps = torch.arange(60.0)
+    rising, level = steps + torch.randn(60), torch.exp(-steps / 3)
+    for values, verdict in [(rising, False), (-level, True)]:
+        columns = torch.stack([values, values], 1)
+        for epochs in (1, 2):
+            rows = [{"log_joint": [0.0, 0.0], "parts": parts_of(part)} for part in columns.tensor_split(epochs)]
+            assert [has_converged(rows, member, False) for member in (0, 1)] == [verdict, verdict]
+    assert parts_of(columns[:7]) == columns[:7].T.tolist()
+    assert [len(row) for row in parts_of(columns)] == [20, 20]
+
+
+def test_fewer_than_twenty_steps_cannot_be_told_and_stopped_ones_are_at_rest():
+    rows = [{"log_joint": [-1.0], "parts": parts_of(torch.randn(9, 1))}] * 2
+    assert has_converged(rows, 0, stopped=False) is None
+    assert has_converged(history([-1.0] * 2), 0, stopped=True) is True
     rows = [{"log_joint": [-math.exp(-t / 5), t / 100]} for t in range(100)]
     assert [has_converged(rows, member, False) for member in (0, 1)] == [True, False]
 

@@ -153,7 +153,8 @@ def measure(label: str, problem: KnownProblem, truth: Truth, seed: int) -> dict[
         draws = min(DRAWS, law.available or DRAWS)
         own = spread_of_outputs(posterior, problem.asked, draws)
         row["logits"] = float((own / truth.outputs).median())
-    return row
+    said = {name: posterior.facts[name] for name in ("output_spread", "weight_spread") if name in posterior.facts}
+    return row | said
 
 
 def run(

@@ -4,29 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 WINDOW = 0.4  # share of the epochs, at the end, through which a line is laid
 AHEAD = 0.2  # share of the epochs over which its rise is looked at
-ENOUGH = 10  # epochs below which nothing can be told
+ENOUGH = 3  # epochs below which parts of them are looked at
+PARTS = 20  # of an epoch
+ENOUGH_PARTS = 20  # below which nothing can be told
 SHARE = 0.02  # of the whole rise that may still be gained
 
 
-def has_converged(history: Sequence[Mapping[str, list[float]]], member: int, stopped: bool) -> bool | None:
-    """Whether the training of one member has converged; None after fewer than 10 epochs, when nothing can be told.
+def has_converged(history: Sequence[Mapping[str, list[Any]]], member: int, stopped: bool) -> bool | None:
+    """Whether the training of one member has converged; None if nothing can be told: fewer than 20 steps.
 
-    True if validation data stopped improving (`stopped`). Otherwise a line is fitted by least squares to the log
-    joints of the last two fifths of the epochs. The run has converged if the line gains, over a fifth of the epochs,
-    at most 2 % of the rise from the first epoch to the best, or if its slope is at most two standard errors, or
-    negative.
+    True if validation data stopped improving (`stopped`). Otherwise a line is fitted by least squares to the last two
+    fifths of the log joints: of epochs (three at least), or of parts of epochs where there are one or two. The run has
+    converged if the line gains, over a fifth of the run, at most 2 % of the rise from the first value to the best, or
+    if its slope is at most two standard errors, or negative. (Three values have risen if each is above the last.)
     """
     if stopped:
         return True
     values = [epoch["log_joint"][member] for epoch in history]
     if len(values) < ENOUGH:
-        return None
-    slope, error = _line(values[-max(4, round(WINDOW * len(values))) :])
-    gain = slope * AHEAD * len(values)
-    return gain <= SHARE * (max(values) - values[0]) or slope <= 2 * error
+        values = [value for epoch in history for value in epoch.get("parts", [[]] * (member + 1))[member]]
+        if len(values) < ENOUGH_PARTS:
+            return None
+    last = values[-max(3, round(WINDOW * len(values))) :]
+    slope, error = _line(last)
+    small = slope * AHEAD * len(values) <= SHARE * (max(values) - values[0])
+    return small or (slope <= 2 * error if len(last) > 3 else last != sorted(last))
+
+
+def parts_of(values: Tensor) -> list[list[float]]:
+    """Per member, the means of up to 20 equal parts of an epoch; `values` (steps, L)."""
+    count = min(PARTS, len(values))
+    return torch.stack([part.mean(0) for part in values.tensor_split(count)], -1).tolist()
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:

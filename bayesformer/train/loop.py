@@ -29,7 +29,7 @@ from bayesformer.model.randomness import Randomness
 from bayesformer.model.shell import Shell
 from bayesformer.train import checkpoint as checkpoints
 from bayesformer.train.collect import Collect
-from bayesformer.train.convergence import has_converged
+from bayesformer.train.convergence import ENOUGH, has_converged, parts_of
 from bayesformer.train.training import Training
 
 CHECK_EVERY = 20  # steps between checks for NaN: a check waits for the device
@@ -79,7 +79,7 @@ class Trained(NamedTuple):
 
     theta: Tensor  # (L, P), the best weights on validation data, or the last without
     buffers: Params  # each (L, ...), those that go with theta
-    history: list[dict[str, list[float]]]  # per epoch: log joint, validation score and statistics of each member
+    history: list[dict[str, list[Any]]]  # per epoch and member: log joint, its parts, validation score, statistics
     best_epoch: Tensor  # (L,)
     best_score: Tensor  # (L,), validation log-likelihood per example there; -inf without validation data
     epochs: int  # epochs begun
@@ -106,7 +106,7 @@ class TrainingRun:
     stopped: Tensor  # (L,)
     stale: Tensor  # (L,), validation evaluations since the best one
     values: list[Tensor]  # log joints of the epoch that is going on, each () or (L,)
-    history: list[dict[str, list[float]]]
+    history: list[dict[str, list[Any]]]
     draws: list[Tensor]  # each like theta
     draw_buffers: list[Params]
     latest: dict[str, list[float]] = field(default_factory=dict)  # scores of the epoch's last validation evaluation
@@ -206,8 +206,9 @@ def _end_epoch(run: TrainingRun, job: Job) -> None:
     unseen = _ended(run, job, run.epoch + 1) and every is not None and run.total % every
     if every is None or unseen:  # the last weights are judged in any case
         _judge(run, job)
-    mean = torch.stack(run.values).double().mean(0).reshape(-1)
-    run.history.append({"log_joint": mean.tolist(), **run.latest, **_statistics(run.state)})
+    values = torch.stack(run.values).double().reshape(len(run.values), -1)
+    parts = {"parts": parts_of(values)} if run.epoch < ENOUGH else {}
+    run.history.append({"log_joint": values.mean(0).tolist(), **parts, **run.latest, **_statistics(run.state)})
     if run.best_theta is None:
         run.best_epoch.fill_(run.epoch)
     run.epoch, run.step, run.values, run.latest = run.epoch + 1, 0, [], {}

@@ -46,20 +46,18 @@ def of_prior(heavy: float) -> list[Doubt]:
 
 
 def of_training(converged: Sequence[bool | None]) -> list[Doubt]:
-    """A doubt where the objective of some networks still rose when their training ended; None could not be told."""
-    unsettled = sum(settled is False for settled in converged)
-    if not unsettled:
+    """A doubt where the objective of some networks still rose when their training ended, or nobody can tell (None)."""
+    unsettled, unknown = (sum(settled is verdict for settled in converged) for verdict in (False, None))
+    if not unsettled + unknown:
         return []
-    who = "The network has" if len(converged) == 1 else f"{unsettled} of {len(converged)} networks have"
-    return [
-        Doubt(
-            "training",
-            f"{who} not been trained to the end: the objective still rose when training stopped. Raise "
-            "training.epochs or training.lr.",
-            unsettled,
-            0,
-        )
-    ]
+    members = len(converged)
+    who = "The network has" if members == 1 else f"{unsettled or unknown} of {members} networks have"
+    found = (
+        "not been trained to the end: the objective still rose when training stopped. Raise"
+        if unsettled
+        else "been trained for fewer than 20 steps, too few to tell whether the objective still rises. Raise"
+    )
+    return [Doubt("training", f"{who} {found} training.epochs or training.lr.", unsettled + unknown, 0)]
 
 
 def with_training(facts: dict[str, Any]) -> dict[str, Any]:
