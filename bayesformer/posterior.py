@@ -353,9 +353,9 @@ class Posterior:
     ) -> Iterator[Predictive]:
         """Predictives of some examples at a time, in order: for data of any length in bounded memory.
 
-        Each is what `predict` says of a group of up to `ROUND` examples, fewer where their outputs under all draws
-        would be more than `ROUND_NUMBERS` numbers; a batch at a time where outputs are Gaussian. Options as for
-        `predict`; of a language model they are reduced in the same way.
+        Each is what `predict` says of up to `batch_size` examples. Without one, of up to `ROUND` examples, fewer where
+        their outputs under all draws would be more than `ROUND_NUMBERS` numbers, or of a usual batch where outputs are
+        Gaussian. Options as for `predict`; of a language model predictives are reduced in the same way.
         """
         way = self.predictive if predictive is None else predictive
         request = Request(way, draws, link, seed, batch_size, strategy, settings, full, top)

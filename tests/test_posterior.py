@@ -184,8 +184,22 @@ def test_predict_batches_of_large_outputs_are_small(monkeypatch):
     ids = torch.randint(11, (40, 6))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     monkeypatch.setattr("bayesformer.predict.by_draws.ROUND_NUMBERS", 2 * 6 * 3 * 9)
-    shapes = [part.log_probs.shape[1] for part in model.predict_batches(inputs, batch_size=4)]
+    monkeypatch.setattr("bayesformer.predict.request.Request.examples_per_batch", lambda *_: 4)
+    shapes = [part.log_probs.shape[1] for part in model.predict_batches(inputs)]
     assert shapes == [12, 12, 12, 4]  # nine examples would be enough numbers, in whole batches
+
+
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+@pytest.mark.parametrize("likelihood", ["categorical", "next_token"])
+def test_a_batch_size_is_the_size_of_predicted_batches(likelihood, posterior):
+    if likelihood == "next_token":
+        ids = torch.randint(11, (40, 6))
+        posterior = over(Tokens(), "next_token")
+        asked, count = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 40
+    else:
+        asked, count = X, len(X)
+    sizes = [len(part.epistemic) for part in posterior.predict_batches(asked, batch_size=7)]
+    assert sizes == [7] * (count // 7) + [count % 7] * (count % 7 > 0)
 
 
 @pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")

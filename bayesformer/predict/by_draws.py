@@ -48,14 +48,15 @@ def drawn_predictive(posterior: Posterior, data: InputBatches, request: Request)
 
 
 def drawn_parts(posterior: Posterior, data: InputBatches, request: Request) -> Iterator[Predictive]:
-    """Predictives of some examples at a time, in order."""
+    """Predictives of some examples at a time, in order: of `batch_size` where that is given."""
+    most = request.batch_size or ROUND
     if posterior.reduces(request):
-        yield from _reduced_parts(posterior, data, request)
+        yield from _reduced_parts(posterior, data, request, most)
         return
     latest: list[Any] = []
     convert = _converter(posterior, request.link, latest)
     with _sampling(posterior, data, request) as (sampler, numbers, size):
-        examples = min(ROUND, ROUND_NUMBERS // (sampler.count * numbers))
+        examples = min(most, ROUND, ROUND_NUMBERS // (sampler.count * numbers))
         for part in rounds_of(sampler, data.in_order(size, posterior.device), convert, max(1, examples)):
             yield posterior.tempered(replace(latest[0], **part))
 
@@ -72,13 +73,15 @@ def _assembled(posterior: Posterior, data: InputBatches, request: Request, conve
         return assemble(sampler, data.in_order(size, posterior.device), convert, data.num_data)
 
 
-def _reduced_parts(posterior: Posterior, data: InputBatches, request: Request) -> Iterator[TokenPredictive]:
-    """Reduced predictives of some examples at a time, in order."""
+def _reduced_parts(
+    posterior: Posterior, data: InputBatches, request: Request, most: int = ROUND
+) -> Iterator[TokenPredictive]:
+    """Reduced predictives of some examples at a time, at most so many, in order."""
     with _sampling(posterior, data, request) as (sampler, numbers, size):
         make = lambda asked: empty_reduction(  # noqa: E731
             posterior.likelihood, asked, request.link, posterior.tempering, request.top
         )
-        yield from reduced_rounds(sampler, data.labelled(size, posterior.device), numbers, make)
+        yield from reduced_rounds(sampler, data.labelled(size, posterior.device), numbers, make, most)
 
 
 @contextmanager

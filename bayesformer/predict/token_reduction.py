@@ -146,7 +146,7 @@ def empty_reduction(
 
 
 def reduced_rounds(
-    sampler: Sampler, asked: Iterable[Asked], held: int, make: Callable[[Asked], TokenReduction]
+    sampler: Sampler, asked: Iterable[Asked], held: int, make: Callable[[Asked], TokenReduction], most: int
 ) -> Iterator[TokenPredictive]:
     """Reduced predictives of some batches at a time, in order.
 
@@ -155,8 +155,9 @@ def reduced_rounds(
         asked: batches.
         held: positions times tokens that an example has.
         make: from a batch to its empty `TokenReduction`.
+        most: examples at a time.
     """
-    for some in _rounds(asked, max(1, HELD_NUMBERS // held)):
+    for some in _rounds(asked, max(1, min(most, HELD_NUMBERS // held))):
         reductions = [make(one) for one in some]
         for _, number, outputs in sampler.passes([one.inputs for one in some]):
             reductions[number].add(outputs)
