@@ -1,4 +1,4 @@
-"""The last way to a mode: a few Gauss-Newton steps on all data, and how far from the mode the weights then are.
+"""The last way to a mode: Gauss-Newton steps on all data, and how far from the mode the weights then are.
 
     d = -H⁻¹ ∇U,    H = Σ_n J_nᵀ Λ_n J_n + Π,    θ ← θ + t d with t = 1, ½, ¼, ... until U falls
 
@@ -21,6 +21,7 @@ from bayesformer.train.metric import covariance_root, kronecker_root, precision_
 
 CLOSE = 0.05  # posterior standard deviations: nearer than this no further step is made
 STEPS, HALVINGS = 5, 8  # Gauss-Newton steps and halvings of each, at most
+MANY, WORK = 60, 2**36  # steps of a network with a matrix, at most, and the multiplications that they may take together
 FEW = 500  # weights up to which H is written down whatever the model is
 DENSE = 2000  # and if its outputs are linear in them
 SUFFICIENT = 1e-4  # share of the predicted decrease of U that a step must bring (Armijo)
@@ -83,8 +84,16 @@ def cheap_matrix(batch: FullBatch, linear: bool) -> bool:
 
 
 def steps_allowed(batch: FullBatch, linear: bool) -> int:
-    """Gauss-Newton steps that may be made: none where validation data have chosen the weights of a network."""
-    return STEPS if linear or batch.prototype.validation is None else 0
+    """Gauss-Newton steps that may be made: none where validation data have chosen the weights of a network.
+
+    Where outputs are linear in the weights few are enough. A small network needs tens of them, since its curvature
+    changes on the way: as many as take about ten seconds, of which writing the matrix down is the most.
+    """
+    if linear:
+        return STEPS
+    if batch.prototype.validation is not None:
+        return 0
+    return min(MANY, max(STEPS, WORK // (batch.targets * batch.size**2)))
 
 
 def _search(batch: FullBatch, theta: Tensor, value: float, found: Direction) -> Tensor | None:
