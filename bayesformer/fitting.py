@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bayesformer.core.ambient_autocast import without_autocast
-from bayesformer.core.doubts import warn_of
+from bayesformer.core.doubts import each_said_once, warn_of
 from bayesformer.core.progress import bars
 from bayesformer.core.storage import check_folder
 from bayesformer.core.strategy import Strategy
@@ -77,24 +77,25 @@ def fit(
         )
     if not callable(model):  # a module is callable, too
         raise ValueError(f"model must be an nn.Module or a function that builds one; got {type(model).__name__}.")
-    with torch.inference_mode(False), torch.enable_grad(), bars(progress) as reporter:
-        problem = Problem(
-            model=model,
-            likelihood=as_likelihood(likelihood),
-            data=as_batches(data, "data"),
-            validation=None if validation is None else as_batches(validation, "validation"),
-            training=training or Training(),
-            seed=seed,
-            infer=infer,
-            init=init,
-            head=head,
-            prior=prior,
-            strategy=strategy,
-            workers=workers,
-            checkpoint=None if checkpoint is None else check_folder(checkpoint, "checkpoint"),
-            reporter=reporter,
-        )
-        chosen = build_method(method) if isinstance(method, str) else method or Mle()
-        posterior = chosen.fit(problem)
-    warn_of(posterior.doubts)
+    with each_said_once():
+        with torch.inference_mode(False), torch.enable_grad(), bars(progress) as reporter:
+            problem = Problem(
+                model=model,
+                likelihood=as_likelihood(likelihood),
+                data=as_batches(data, "data"),
+                validation=None if validation is None else as_batches(validation, "validation"),
+                training=training or Training(),
+                seed=seed,
+                infer=infer,
+                init=init,
+                head=head,
+                prior=prior,
+                strategy=strategy,
+                workers=workers,
+                checkpoint=None if checkpoint is None else check_folder(checkpoint, "checkpoint"),
+                reporter=reporter,
+            )
+            chosen = build_method(method) if isinstance(method, str) else method or Mle()
+            posterior = chosen.fit(problem)
+        warn_of(posterior.doubts)
     return posterior

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -198,7 +199,14 @@ class Posterior:
         gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
         far they score below the mean, and whether linearised and sampled outputs spread alike.
         """
-        return self_check(self, batches_for(self.model, as_batches(data, "data"), self.likelihood))
+        own, count = batches_for(self.model, as_batches(data, "data"), self.likelihood), self.facts.get("num_data")
+        if count and own.num_data != count:
+            warnings.warn(
+                f"data should be those that the posterior was fitted to, {count} examples; got {own.num_data}, for which "
+                "temperatures and rises of the log joint are others.",
+                stacklevel=3,
+            )
+        return self_check(self, own)
 
     @without_autocast
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:

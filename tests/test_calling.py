@@ -94,5 +94,12 @@ def test_an_error_of_the_forward_says_which_inputs_it_was_given() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         apply(Named(), inputs)
     assert caught.value.__notes__ == [
-        "The model's forward was called with inputs of the data: (x=(2, 5) float32, flag=bool)."
+        "The model's forward was called with inputs of the data: (x=(2, 5) float32, flag=bool); the first dimension counts "
+        "examples."
     ]
+
+
+def test_an_error_of_types_says_to_which_the_inputs_are_converted() -> None:
+    with pytest.raises(RuntimeError, match="same dtype") as caught:
+        apply(nn.Linear(4, 1), torch.zeros(2, 4, dtype=torch.float64))
+    assert caught.value.__notes__[0].endswith("convert inputs that are numbers, as x.to(torch.float32) does.")

@@ -1,6 +1,7 @@
 """Samplers with nothing set: the posterior where it is known, and words where it is not reached."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -175,11 +176,15 @@ def test_a_chain_in_coordinates_goes_on_from_a_checkpoint(tmp_path):
     assert torch.equal(resumed.theta, whole.theta)
 
 
-def test_a_short_chain_says_what_it_is_worth(caplog):
+def test_a_short_chain_says_what_it_is_worth_before_it_runs_and_once():
     data, _, _ = regression()
-    posterior = fit(bf.Sghmc(epochs=10), data)
+    with pytest.warns(bf.FidelityWarning) as told:
+        posterior = fit(bf.Sghmc(epochs=10), data)
     assert [doubt.check for doubt in posterior.doubts if doubt.check == "length"]
-    assert "10 epochs of sampling are worth about" in caplog.text  # before it ran
+    assert sum("10 epochs of sampling are worth about" in str(warning.message) for warning in told) == 1
+    with warnings.catch_warnings(), pytest.raises(bf.FidelityWarning, match="10 epochs of sampling"):
+        warnings.simplefilter("error")  # nothing is computed then
+        fit(bf.Sghmc(epochs=10), data)
 
 
 def test_one_scale_per_weight_does_not_reach_what_the_data_determine_weakly():

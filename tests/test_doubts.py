@@ -15,7 +15,7 @@ DOUBT = Doubt("mode", "The mode was not found: train longer.", 0.7, 0.3)
 
 def test_doubts_are_part_of_a_posterior_and_of_its_file(tmp_path):
     model, data = nn.Linear(2, 1), (torch.randn(8, 2), torch.randn(8, 1))
-    posterior = bf.fit(model, data, likelihood=bf.Gaussian(1.0), training=bf.Training(1))
+    posterior = bf.fit(model, data, likelihood=bf.Gaussian(1.0), training=bf.Training(100))
     assert posterior.doubts == ()
     doubted = replace(posterior, facts={**posterior.facts, **recorded([DOUBT])})
     assert doubted.doubts == (DOUBT,)
@@ -37,3 +37,14 @@ def test_a_doubt_is_one_warning_of_its_own_class():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         said([])
+
+
+def test_checks_on_other_data_say_so():
+    model, data = nn.Linear(2, 1), (torch.randn(8, 2), torch.randn(8, 1))
+    posterior = bf.fit(model, data, likelihood=bf.Gaussian(1.0), method=bf.Laplace(prior_precision=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        posterior.check(data)
+    with pytest.warns(UserWarning, match="fitted to, 8 examples; got 5") as caught:
+        posterior.check((data[0][:5], data[1][:5]))
+    assert caught[0].filename == __file__

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
+
+_said: ContextVar[set[str] | None] = ContextVar("said", default=None)
 
 
 class FidelityWarning(UserWarning):
@@ -38,9 +42,24 @@ def doubts_in(facts: Mapping[str, Any]) -> tuple[Doubt, ...]:
     return tuple(Doubt(**entry) for entry in facts.get("doubts", ()))
 
 
+@contextmanager
+def each_said_once() -> Iterator[None]:
+    """What is warned of before a long run is not said again after it."""
+    token = _said.set(set())
+    try:
+        yield
+    finally:
+        _said.reset(token)
+
+
 def warn_of(doubts: Sequence[Doubt]) -> None:
     """One Python warning per doubt, as coming from the line outside this library that called it."""
+    said = _said.get()
     for doubt in doubts:
+        if said is not None and doubt.sentence in said:
+            continue
+        if said is not None:
+            said.add(doubt.sentence)
         warnings.warn(doubt.sentence, FidelityWarning, stacklevel=_levels_inside() + 1)
 
 

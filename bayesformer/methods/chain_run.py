@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from bayesformer.core.doubts import Doubt, recorded
+from bayesformer.core.doubts import Doubt, recorded, warn_of
 from bayesformer.core.memory import room_for
 from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import schedules, whitened
@@ -278,8 +278,7 @@ def whitened_chains(run: ChainRun, found: Coordinates, recipe: int | None = None
     training = run.sampling(run.epochs_per_chain(pace.epochs if recipe is None else recipe))
     training = training.evened(run.problem.num_data)
     before = langevin_checks.before(run, found, pace, training.epochs) + langevin_checks.of_thermostat(run, found, pace)
-    for doubt in before:
-        log.warning(doubt.sentence)
+    warn_of(before)
     fitted = fit_stage(run.stage(part, training, WhitenedBuild(method, found.root, pace)), run.chains)
     doubts = of_mode(found.decrement) + before + langevin_checks.of_draws(run, fitted, pace)
     made = {"step": pace.step, "friction": pace.friction, "time_per_epoch": pace.time, "epochs": training.epochs}

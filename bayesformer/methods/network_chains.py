@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bayesformer.core.doubts import Doubt, recorded
+from bayesformer.core.doubts import Doubt, recorded, warn_of
 from bayesformer.core.memory import room_for
 from bayesformer.core.types import Draws, Inputs, LogJoint, Transform
 from bayesformer.data.inputs import map_inputs, tensors_of
@@ -108,8 +108,7 @@ def fit_network_chains(run: ChainRun) -> Posterior:
     largest = largest_at(part, vector_prior(run.prototype, run.method.prior, part.space))
     log.info(forecast(fixed, largest))
     doubts = doubt_of_length(fixed, largest, run.name) + _of_model(run)
-    for doubt in doubts:
-        log.warning(doubt.sentence)
+    warn_of(doubts)
     fitted = fit_stage(chain_stage(run, part, fixed), fixed.chains)
     measured = _measured(fitted, fixed, largest) | {"pilot_temperature": pilot}
     doubts += _of_temperature(measured, fixed.chains * part.space.size)

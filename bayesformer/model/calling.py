@@ -14,7 +14,7 @@ from torch.func import functional_call
 def apply(model: nn.Module, inputs: Any) -> Tensor:
     """The output tensor of a model on one tensor, a tuple of positional or a mapping of keyword arguments."""
     args, kwargs = split_inputs(inputs)
-    with told_inputs(args, kwargs):
+    with told_inputs(model, args, kwargs):
         output = model(*args, **kwargs)
     return select_output(output)
 
@@ -26,21 +26,31 @@ def call(model: nn.Module, params: Mapping[str, Tensor], inputs: Any) -> Tensor:
     on one that several threads share.
     """
     args, kwargs = split_inputs(inputs)
-    with told_inputs(args, kwargs):
+    with told_inputs(model, args, kwargs):
         output = functional_call(model, dict(params), args, kwargs)
     return select_output(output)
 
 
 @contextmanager
-def told_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def told_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """An error of the model's own forward says below its message which inputs it was given, as shapes and types."""
     try:
         yield
     except Exception as error:
         if not getattr(error, "__notes__", None):
             shown = [_shown(value) for value in args] + [f"{name}={_shown(value)}" for name, value in kwargs.items()]
-            error.add_note(f"The model's forward was called with inputs of the data: ({', '.join(shown)}).")
+            note = f"The model's forward was called with inputs of the data: ({', '.join(shown)}); "
+            error.add_note(note + "the first dimension counts examples." + _type_note(model, error))
         raise
+
+
+def _type_note(model: nn.Module, error: Exception) -> str:
+    """What to do where torch refuses to mix types of numbers: NumPy's are float64, weights seldom are."""
+    types = {str(weight.dtype).removeprefix("torch.") for weight in model.parameters()}
+    if "dtype" not in str(error) or len(types) != 1:
+        return ""
+    name = types.pop()
+    return f" The model's weights are {name}: convert inputs that are numbers, as x.to(torch.{name}) does."
 
 
 def _shown(value: Any) -> str:
