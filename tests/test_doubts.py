@@ -15,7 +15,7 @@ DOUBT = Doubt("mode", "The mode was not found: train longer.", 0.7, 0.3)
 
 def test_doubts_are_part_of_a_posterior_and_of_its_file(tmp_path):
     model, data = nn.Linear(2, 1), (torch.randn(8, 2), torch.randn(8, 1))
-    posterior = bf.fit(model, data, likelihood=bf.Gaussian(1.0), training=bf.Training(100))
+    posterior = bf.fit(model, data, likelihood=bf.Gaussian(1.0), method=bf.Laplace(prior_precision=1.0))
     assert posterior.doubts == ()
     doubted = replace(posterior, facts={**posterior.facts, **recorded([DOUBT])})
     assert doubted.doubts == (DOUBT,)
