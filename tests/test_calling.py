@@ -94,8 +94,8 @@ def test_an_error_of_the_forward_says_which_inputs_it_was_given() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         apply(Named(), inputs)
     assert caught.value.__notes__ == [
-        "The model's forward was called with inputs of the data: (x=(2, 5) float32, flag=bool); the first dimension counts "
-        "examples."
+        "The model's forward was called with inputs of the data: (x=(2, 5) float32, flag=bool); the first dimension "
+        "counts examples."
     ]
 
 

@@ -19,6 +19,7 @@ import argparse
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from bayesformer.methods import Map
 from bayesformer.model.calling import apply
 from bayesformer.models import VisionTransformer
 from bayesformer.posterior import Posterior
+from bayesformer.predict.streamlined import RuleSettings
 from bayesformer.study.accuracy import seconds_of
 from bayesformer.train.training import Training
 
@@ -47,6 +49,7 @@ LIKELIHOOD = Categorical(aligned=True)
 STRUCTURES = ("diag", "kron")
 WITHIN = (0.8, 1.25)  # medians that are right
 MOST_PASSES = 100  # backward passes per input, one for each of its outputs, up to which linearised is compared
+DEFAULT = RuleSettings()
 WAYS = ("streamlined", "linearised", "one_pass")
 
 
@@ -263,7 +266,9 @@ def relative_cost(work: Callable[[], object], unit: Callable[[], object], rounds
     return min(one for one, _ in seconds) / min(other for _, other in seconds)
 
 
-def measured(name: str, structure: str, posterior: Posterior, case: TrainedCase, draws: int) -> Iterator[TrainedRow]:
+def measured(
+    name: str, structure: str, posterior: Posterior, case: TrainedCase, draws: int, rule: RuleSettings
+) -> Iterator[TrainedRow]:
     """Every way of predicting with one posterior; a way that refuses it has no row."""
     inputs, many = (map_inputs(case.test.inputs, lambda x, n=n: x[:n]) for n in (case.count, COST_INPUTS))
     truth = variance_of_draws(posterior, inputs, draws)
@@ -276,19 +281,22 @@ def measured(name: str, structure: str, posterior: Posterior, case: TrainedCase,
     for way in WAYS:
         if way == "linearised" and truth[0].numel() > MOST_PASSES:
             continue
+        settings = rule if way == "streamlined" else None
         try:
-            found = posterior.outputs(inputs, predictive=way)  # type: ignore[arg-type]
+            found = posterior.outputs(inputs, predictive=way, settings=settings)  # type: ignore[arg-type]
         except ValueError as error:
             print(f"{name}, {structure}: {way} refuses it: {error}", flush=True)
             continue
         assert isinstance(found, GaussianOutputs)
-        cost = relative_cost(lambda way=way: posterior.outputs(many, predictive=way), plain)  # type: ignore[misc]
+        cost = relative_cost(partial(posterior.outputs, many, predictive=way, settings=settings), plain)  # type: ignore[arg-type]
         quantiles = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
         low, middle, high = torch.quantile((found.variance.double() / truth).flatten(), quantiles).tolist()
         yield TrainedRow(name, structure, way, round(middle, 4), round(low, 4), round(high, 4), round(cost, 2))
 
 
-def measure(name: str, case: TrainedCase, structures: Iterable[str], draws: int) -> dict[str, Any]:
+def measure(
+    name: str, case: TrainedCase, structures: Iterable[str], draws: int, rule: RuleSettings = DEFAULT
+) -> dict[str, Any]:
     """One network with its posteriors: what is stored of it."""
     model, accuracy = trained(case)
     rows, found = [], {}
@@ -301,13 +309,14 @@ def measure(name: str, case: TrainedCase, structures: Iterable[str], draws: int)
             prior_precision=case.prior_precision,
             progress=False,
         ).calibrated()
-        rows += [asdict(row) for row in measured(name, structure, posterior, case, draws)]
+        rows += [asdict(row) for row in measured(name, structure, posterior, case, draws, rule)]
         assert posterior.calibration is not None
         found[structure] = posterior.calibration[1].facts()
     return {
         "case": name,
         "accuracy": round(accuracy, 4),
         "draws": draws,
+        "outputs": rule.outputs,
         "inputs": case.count,
         "input_shape": list(first_tensor(case.test.inputs).shape[1:]),
         "weights": posterior.space.size,
@@ -322,6 +331,11 @@ def measure(name: str, case: TrainedCase, structures: Iterable[str], draws: int)
 # ---------------------------------------------------------------------------------------------------- the command
 
 STORED = "trained.json"
+
+
+def file_of(outputs: int) -> str:
+    """Where the measurements with K backward passes are stored."""
+    return STORED if outputs == DEFAULT.outputs else STORED.replace(".", f"_{outputs}.")
 
 
 def table(contents: Sequence[Mapping[str, Any]]) -> str:
@@ -357,9 +371,9 @@ def _cost(row: Mapping[str, Any] | None) -> str:
     return "–" if row is None else f"{row['cost']:.1f}"
 
 
-def stored(folder: Path) -> dict[str, Any]:
+def stored(path: Path) -> dict[str, Any]:
     """What is stored of each case, by name, in the order of `CASES`."""
-    found = read_json(folder / STORED, "measurement") if (folder / STORED).exists() else {}
+    found = read_json(path, "measurement") if path.exists() else {}
     return {name: found[name] for name in CASES if name in found}
 
 
@@ -369,18 +383,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bayesformer.study.trained_accuracy", description=summary)
     parser.add_argument("cases", nargs="*", default=[""], help="parts of names; all cases by default")
     parser.add_argument("--draws", type=int, default=DRAWS)
+    parser.add_argument(
+        "--outputs", type=int, default=DEFAULT.outputs, help='backward passes of the rule "leading" (%(default)s)'
+    )
     parser.add_argument("--output", type=Path, default=Path("results/accuracy"))
     parser.add_argument("--stored", action="store_true", help="measure nothing, print what the folder holds")
     given = parser.parse_args(arguments)
     names = [name for name in CASES if any(part in name for part in given.cases)]
     if not names:
         parser.error(f"cases must be parts of {'; '.join(CASES)}; got {', '.join(given.cases)}")
+    path, rule = given.output / file_of(given.outputs), RuleSettings(outputs=given.outputs)
     if not given.stored:
         torch.set_num_threads(1)
         for name in names:
-            found = measure(name, CASES[name](), STRUCTURES, given.draws)
-            write_json(given.output / STORED, stored(given.output) | {name: found})
-    contents = [content for name, content in stored(given.output).items() if name in names]
+            found = measure(name, CASES[name](), STRUCTURES, given.draws, rule)
+            write_json(path, stored(path) | {name: found})
+    contents = [content for name, content in stored(path).items() if name in names]
     print(table(contents))
     medians = [row["ratio"] for content in contents for row in content["rows"] if row["way"] == "streamlined"]
     return int(not all(WITHIN[0] <= median <= WITHIN[1] for median in medians))
