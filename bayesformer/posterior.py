@@ -202,8 +202,8 @@ class Posterior:
         own, count = batches_for(self.model, as_batches(data, "data"), self.likelihood), self.facts.get("num_data")
         if count and own.num_data != count:
             warnings.warn(
-                f"data should be those that the posterior was fitted to, {count} examples; got {own.num_data}: checks of "
-                "its temperature and its scale are not about these.",
+                f"data should be those that the posterior was fitted to, {count} examples; got {own.num_data}: checks "
+                "of its temperature and its scale are not about these.",
                 stacklevel=3,
             )
         return self_check(self, own)

@@ -60,6 +60,7 @@ posterior = bf.fit(
     {"input_ids": book.train, "labels": book.train},
     likelihood=bf.NextToken(),
     method=bf.Ensemble(members=4),
+    init="fresh",  # every member has a start of its own: other matrices A, while B = 0
     training=bf.Training(epochs=4, batch_size=4, lr=3e-3, warmup=5),
 )
 print(posterior)
