@@ -110,6 +110,17 @@ def test_newton_steps_by_products_and_by_a_matrix_end_at_the_same_mode():
     assert away @ torch.linalg.solve(covariance, away) < 15 * 0.1**2  # both within .05 sd per weight
 
 
+@pytest.mark.parametrize("method", [bf.Map(), bf.Laplace()], ids=["map", "laplace"])
+def test_the_mode_of_a_small_network_is_found(method):
+    torch.manual_seed(0)
+    x = torch.randn(200, 4)
+    y = torch.sin(x[:, :1]) + 0.5 * x[:, 1:2] + 0.05 * torch.randn(200, 1)
+    model = nn.Sequential(nn.Linear(4, 15), nn.Tanh(), nn.Linear(15, 1))
+    posterior = bf.fit(model, (x, y), likelihood=bf.Gaussian(0.05), method=method, progress=False)
+    assert posterior.facts["decrement"] < 0.1  # .9 and more after five steps
+    assert "mode" not in {doubt.check for doubt in posterior.doubts}
+
+
 def test_the_full_batch_is_the_negative_log_joint_and_its_derivatives():
     x, y = classes(20)
     part = stage(nn.Linear(4, 3).double(), (x.double(), y), "categorical")
