@@ -32,7 +32,7 @@ OUTPUTS = 128  # whose gradients are taken: ratios differ by .1 to .2, so that t
 SOLVED = 32  # of them for which H⁻¹ ∇f is found by products
 PRODUCTS = 6  # for each of these, at most: standard deviations then are .3 % too small, 1 % at worst
 RESIDUAL = 0.05  # of conjugate gradients, over ∇f; the error of the variance is about its square
-NARROW = 0.3  # s of diagonal fits: .44 where inputs have condition 10, .5 of logistic regressions, .06 to .11 at 1000
+NARROW = 0.3  # s of diagonal fits: .40 to .50 where inputs have condition 10, .48 to .62 logistic, .03 to .19 at 1000
 LEAST = 0.1  # of an output's precision that is not its own target's
 NUMBERS = 2**22  # of all gradients; that forward passes of all data may make where there is no matrix, for 10 ms each
 
