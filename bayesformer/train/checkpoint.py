@@ -128,6 +128,7 @@ def _write(run: TrainingRun, job: Job, path: Path, own: Mapping[str, str]) -> No
         tensors["best.theta"] = run.best_theta
     if run.values:
         tensors["values"] = torch.stack(run.values)
+        tensors["sizes"] = torch.tensor(run.sizes, dtype=torch.int64, device="cpu")
     if run.draws:
         tensors["draws"] = torch.stack(run.draws)
         tensors |= {f"draw_buffer.{k}": torch.stack([b[k] for b in run.draw_buffers]) for k in run.draw_buffers[0]}
@@ -163,6 +164,7 @@ def _read(run: TrainingRun, job: Job, path: Path, identity: str) -> str | None:
     run.stopped, run.stale = tensors["stopped"], tensors["stale"]
     job.shell.load_buffers(_under("buffer.", tensors))
     run.values = list(tensors["values"].to(device)) if "values" in tensors else []
+    run.sizes = tensors["sizes"].tolist() if "sizes" in tensors else [1] * len(run.values)
     run.draws = list(tensors["draws"].to(device)) if "draws" in tensors else []
     kept = {k: v.to(device) for k, v in _under("draw_buffer.", tensors).items()}
     run.draw_buffers = [{k: v[i] for k, v in kept.items()} for i in range(len(run.draws))]

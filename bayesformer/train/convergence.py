@@ -13,11 +13,11 @@ WINDOW = 0.4  # share of the epochs, at the end, through which a line is laid
 AHEAD = 0.2  # share of the epochs over which its rise is looked at
 ENOUGH = 3  # epochs below which parts of them are looked at
 PARTS = 20  # of an epoch
-ENOUGH_PARTS = 20  # below which nothing can be told
+ENOUGH_STEPS = 20  # below which nothing can be told; of parts of epochs as well
 SHARE = 0.02  # of the whole rise that may still be gained
 
 
-def has_converged(history: Sequence[Mapping[str, list[Any]]], member: int, stopped: bool) -> bool | None:
+def has_converged(history: Sequence[Mapping[str, list[Any]]], steps: int, member: int, stopped: bool) -> bool | None:
     """Whether the training of one member has converged; None if nothing can be told: fewer than 20 steps.
 
     True if validation data stopped improving (`stopped`). Otherwise a line is fitted by least squares to the last two
@@ -27,10 +27,12 @@ def has_converged(history: Sequence[Mapping[str, list[Any]]], member: int, stopp
     """
     if stopped:
         return True
+    if steps < ENOUGH_STEPS:
+        return None
     values = [epoch["log_joint"][member] for epoch in history]
     if len(values) < ENOUGH:
         values = [value for epoch in history for value in epoch.get("parts", [[]] * (member + 1))[member]]
-        if len(values) < ENOUGH_PARTS:
+        if len(values) < ENOUGH_STEPS:
             return None
     last = values[-max(3, round(WINDOW * len(values))) :]
     slope, error = _line(last)

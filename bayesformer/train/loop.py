@@ -106,6 +106,7 @@ class TrainingRun:
     stopped: Tensor  # (L,)
     stale: Tensor  # (L,), validation evaluations since the best one
     values: list[Tensor]  # log joints of the epoch that is going on, each () or (L,)
+    sizes: list[int]  # examples that each was taken on
     history: list[dict[str, list[Any]]]
     draws: list[Tensor]  # each like theta
     draw_buffers: list[Params]
@@ -162,6 +163,7 @@ def _begin(job: Job) -> TrainingRun:
         stopped=torch.zeros(members, dtype=torch.bool, device="cpu"),
         stale=torch.zeros(members, dtype=torch.int64, device="cpu"),
         values=[],
+        sizes=[],
         history=[],
         draws=[],
         draw_buffers=[],
@@ -186,6 +188,7 @@ def _epoch(run: TrainingRun, job: Job, saver: checkpoints.Saver) -> None:
         with job.randomness.passing(run.generators, job.dropout_rate, watch=job.is_foreign):
             run.state = job.transform.update(run.state, batch, inplace=True)[0]  # outputs are not kept until the next
         run.values.append(log_value(run.state).clone())  # some algorithms overwrite it in the next step
+        run.sizes.append(_examples(batch, job))
         run.step, run.total = run.step + 1, run.total + 1
         if job.collect is not None and run.total in job.collect.steps:
             _keep_draw(run, job)
@@ -208,10 +211,17 @@ def _end_epoch(run: TrainingRun, job: Job) -> None:
         _judge(run, job)
     values = torch.stack(run.values).double().reshape(len(run.values), -1)
     parts = {"parts": parts_of(values)} if run.epoch < ENOUGH else {}
-    run.history.append({"log_joint": values.mean(0).tolist(), **parts, **run.latest, **_statistics(run.state)})
+    shares = torch.tensor(run.sizes, dtype=torch.float64, device=values.device)
+    mean = (shares / shares.sum()) @ values  # over examples: a small last batch would bring its noise
+    run.history.append({"log_joint": mean.tolist(), **parts, **run.latest, **_statistics(run.state)})
     if run.best_theta is None:
         run.best_epoch.fill_(run.epoch)
-    run.epoch, run.step, run.values, run.latest = run.epoch + 1, 0, [], {}
+    run.epoch, run.step, run.values, run.sizes, run.latest = run.epoch + 1, 0, [], [], {}
+
+
+def _examples(batch: Batch | WholeData, job: Job) -> int:
+    """Examples of a batch, of each member where several are trained in lockstep."""
+    return batch.targets.shape[job.theta.dim() - 1] if isinstance(batch, Batch) else 1
 
 
 def _statistics(state: Any) -> dict[str, list[float]]:
@@ -322,7 +332,7 @@ def _result(run: TrainingRun, job: Job) -> Trained:
         epochs=run.epoch,
         steps=run.total,
         seconds=run.elapsed,
-        converged=[has_converged(run.history, i, bool(run.stopped[i])) for i in range(members)],
+        converged=[has_converged(run.history, run.total, i, bool(run.stopped[i])) for i in range(members)],
         draws=draws[None] if draws is not None and alone else draws,
         draw_buffers={name: value.expand(members, *value.shape) for name, value in kept.items()},
         state=run.state,

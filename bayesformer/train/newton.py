@@ -20,8 +20,8 @@ from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.metric import covariance_root, kronecker_root, precision_at
 
 CLOSE = 0.05  # posterior standard deviations: nearer than this no further step is made
-STEPS, HALVINGS = 5, 8  # Gauss-Newton steps and halvings of each, at most
-MANY, WORK = 60, 2**36  # steps of a network with a matrix, at most, and the multiplications that they may take together
+STEPS, HALVINGS = 5, 20  # Gauss-Newton steps and halvings of each, at most
+MANY, WORK = 60, 2**36  # steps by a matrix, at most, and the multiplications that they may take together
 FEW = 500  # weights up to which H is written down whatever the model is
 DENSE = 2000  # and if its outputs are linear in them
 SUFFICIENT = 1e-4  # share of the predicted decrease of U that a step must bring (Armijo)
@@ -86,13 +86,14 @@ def cheap_matrix(batch: FullBatch, linear: bool) -> bool:
 def steps_allowed(batch: FullBatch, linear: bool) -> int:
     """Gauss-Newton steps that may be made: none where validation data have chosen the weights of a network.
 
-    Where outputs are linear in the weights few are enough. A small network needs tens of them, since its curvature
-    changes on the way: as many as take about ten seconds, of which writing the matrix down is the most.
+    By products few steps are made. By a matrix as many as take about ten seconds, of which writing it down is the most:
+    a small network needs tens of them, since its curvature changes on the way, and so do counts near 1000 with a
+    rate exp(f), which end once they have arrived.
     """
-    if linear:
-        return STEPS
-    if batch.prototype.validation is not None:
+    if not linear and batch.prototype.validation is not None:
         return 0
+    if not cheap_matrix(batch, linear):
+        return STEPS
     return min(MANY, max(STEPS, WORK // (batch.targets * batch.size**2)))
 
 
