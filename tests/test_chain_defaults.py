@@ -207,6 +207,19 @@ def test_a_hot_chain_says_so():
     assert "larger batches" in of_temperature(2.0)[0].sentence
 
 
+@pytest.mark.parametrize("name", ["sgld", "sghmc", "baoab"])
+def test_targets_that_scatter_more_than_the_likelihood_says_heat_a_little(name):
+    """Noise of 1.8 times the given scale: gradients of batches find the chains at 1.8 to 2 times their temperature."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 2)
+    data, likelihood = (x, x.sum(1, keepdim=True) + 0.9 * torch.randn(400, 1)), bf.Gaussian(0.5)
+    exact = bf.fit(nn.Linear(2, 1), data, likelihood=likelihood, method=bf.Laplace(prior_precision=1.0), progress=False)
+    posterior = bf.fit(nn.Linear(2, 1), data, likelihood=likelihood, method=name, progress=False)
+    heat = posterior.facts["coordinates"]["temperature"]
+    assert heat == pytest.approx(float((posterior.theta.std(0) / exact.law.sd).square().mean()), rel=0.25)
+    assert posterior.doubts == ()
+
+
 def test_draws_that_do_not_fit_in_memory_are_fewer_and_that_is_said(monkeypatch, caplog):
     monkeypatch.setattr(chain_run, "room_for", lambda size, device: 7)
     data, _, _ = regression(60)

@@ -290,11 +290,23 @@ def test_the_self_check_knows_a_right_rule_from_a_wrong_one():
     posterior, x = posterior_of(network(5), sd=1e-3), images(16)
     exact = posterior.outputs(x, predictive="linearised")
     with posterior.mean_passes.streamliner(x) as (streamliner, _):
-        right = variance_ratio(streamliner, x, exact)
-        wrong = variance_ratio(streamliner, x, exact._replace(factor=exact.factor * 0.5))
+        right = variance_ratio(streamliner, x, exact, posterior.likelihood)
+        wrong = variance_ratio(streamliner, x, exact._replace(factor=exact.factor * 0.5), posterior.likelihood)
     # 16 inputs with 4 draws each of at least one dimension: relative error at most √(2 / 64) = .18
     assert abs(math.log(right)) < 5 * 0.18
     assert wrong == pytest.approx(right / 4)
+
+
+def test_one_pass_is_doubted_where_logits_share_what_no_probability_sees():
+    """Every logit of a linear softmax has the right variance, most of it a shift of all; differences have not."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 3)
+    y = (x @ torch.randn(3, 2)).argmax(-1)
+    posterior = bf.fit(nn.Linear(3, 2), (x, y), likelihood="categorical", method="laplace", progress=False)
+    exact = posterior.outputs(x, predictive="linearised").variance
+    with pytest.warns(bf.FidelityWarning, match="one-pass variances are"):
+        found = posterior.outputs(x, predictive="one_pass").variance
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.0)
 
 
 def test_one_pass_variances_of_a_trained_transformer_are_doubted_once():

@@ -105,6 +105,11 @@ class Categorical(Likelihood):
     def check(self, outputs: Tensor, targets: Tensor, mask: Tensor | None = None) -> None:
         """Shapes agree, every counted label is a class, and at least one counts."""
         self.check_shapes(outputs, targets)
+        if outputs.shape[-1] < 2:
+            raise ValueError(
+                f"a {self.name} likelihood needs at least two outputs, one for each class; the model has one. For two "
+                "classes and one output use likelihood='bernoulli'."
+            )
         check_labels(outputs.shape[-1], targets, self.kept(targets, mask), self.ignore_index, self.name)
 
     @property

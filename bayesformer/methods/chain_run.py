@@ -282,7 +282,7 @@ def whitened_chains(run: ChainRun, found: Coordinates, recipe: int | None = None
     fitted = fit_stage(run.stage(part, training, WhitenedBuild(method, found.root, pace)), run.chains)
     doubts = of_mode(found.decrement) + before + langevin_checks.of_draws(run, fitted, pace)
     made = {"step": pace.step, "friction": pace.friction, "time_per_epoch": pace.time, "epochs": training.epochs}
-    heat = langevin_checks.temperature(run, fitted)
+    heat = langevin_checks.judged_temperature(run, part, fitted)
     doubts += langevin_checks.of_temperature(heat)
     return run.posterior(part, fitted, doubts, coordinates={**found.facts, **made, "temperature": heat})
 

@@ -13,17 +13,19 @@ from bayesformer.core.seeds import generator
 from bayesformer.inference.diagnostics import effective_sample_size
 from bayesformer.inference.whitened import WhitenedState, configuration
 from bayesformer.methods.pace import Pace
-from bayesformer.train.coordinates import Coordinates
+from bayesformer.train.coordinates import RISE, Coordinates, full_batch
 from bayesformer.train.members import Fitted
 from bayesformer.train.mode_doubts import of_prior
 
 if TYPE_CHECKING:
     from bayesformer.methods.chain_run import ChainRun
+    from bayesformer.train.recipe import SubsetStage
 
 FEWEST = 10.0  # independent draws that a forecast must promise
 SLOWEST = 3.0  # of them along the direction that the data determine least
 WORTH = 8.0  # effective draws, median over weights: below, 83 % of slow chains and 2 % of good ones
 HOT = 1.6  # configurational temperature: above, all chains that batches heated and no good one
+LOOKS = 24  # draws at which gradients of all data decide about it, one epoch each
 LOOKED_AT = 256  # weights whose draws are looked at
 COLD = 0.9  # of the variance, in the direction that a thermostat cools most
 ENOUGH = 20  # kept draws of a chain below which they cannot tell
@@ -36,7 +38,7 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
     kept = (1 - run.method.burn_in) * epochs * run.chains
     typical = kept / pace.integrated()
     if found.regime == "network":
-        return [_network(pace, kept)]
+        return [_network(pace, kept, found.rise)]
     doubts = of_prior(found.heavy)
     if typical < FEWEST:
         needed = math.ceil(FEWEST * pace.integrated() / (1 - run.method.burn_in))
@@ -96,8 +98,8 @@ def of_thermostat(run: ChainRun, found: Coordinates, pace: Pace) -> list[Doubt]:
     ]
 
 
-def _network(pace: Pace, kept: float) -> Doubt:
-    """In a network every chain of this kind is short: how short, in units of the prior's scale."""
+def _network(pace: Pace, kept: float, rise: float | None) -> Doubt:
+    """In a network, told by the rise ρ or by its size, every chain of this kind is short in units of the prior's scale."""
     worth = kept * pace.time / 3 if pace.friction is not None else kept * pace.time / 2
     told = "less than 0.1" if worth < 0.1 else f"about {worth:.1f}"
     return Doubt(
@@ -105,8 +107,8 @@ def _network(pace: Pace, kept: float) -> Doubt:
         "This is a network: draws around its mode are not draws of its posterior, and this chain is worth "
         f"{told} independent ones: off the data its spread is far too small. "
         + ("Raise its epochs, or use an ensemble." if pace.friction else "Use Sghmc or Baoab instead."),
-        worth,
-        FEWEST,
+        rise,
+        None if rise is None else RISE,
     )
 
 
@@ -153,6 +155,24 @@ def temperature(run: ChainRun, fitted: Fitted) -> float | None:
     if not asked or not states or run.method.cycles:
         return None
     return float(torch.cat([configuration(state).reshape(-1) for state in states]).double().mean() / asked)
+
+
+def judged_temperature(run: ChainRun, part: SubsetStage, fitted: Fitted) -> float | None:
+    """The same; above its limit by gradients of all data at some draws, where these can be had.
+
+    A chain has moved by the noise of batches that it meets again in the same epoch. Where that noise is large (targets
+    scatter more than the likelihood says) the gradients of batches find it hotter than it is: 1.9 instead of 1.3.
+    """
+    heat, draws = temperature(run, fitted), fitted.draws
+    if heat is None or not heat > HOT or draws is None or draws.shape[1] < ENOUGH:
+        return heat
+    products, every = [], max(1, draws.shape[0] * draws.shape[1] // LOOKS)
+    for chain, own in enumerate(draws):  # (S, P)
+        batch, mean = full_batch(part, run.method.prior, chain), own.mean(0)
+        if not batch.is_objective:
+            return heat
+        products += [float((theta - mean).double() @ batch.slope(theta)[1].double()) for theta in own[::every]]
+    return sum(products) / (len(products) * draws.shape[-1] * run.method.temperature)
 
 
 def of_temperature(heat: float | None) -> list[Doubt]:

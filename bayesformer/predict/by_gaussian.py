@@ -111,7 +111,7 @@ def _doubt_one_pass(posterior: Posterior, data: InputBatches, outputs: GaussianO
         return
     some = inputs_to(data.first(EXAMPLES), posterior.device)
     with posterior.mean_passes.streamliner(some) as (streamliner, _):
-        doubt = one_pass_doubt(variance_ratio(streamliner, some, outputs))
+        doubt = one_pass_doubt(variance_ratio(streamliner, some, outputs, posterior.likelihood))
     posterior.known["one_pass"] = doubt
     warn_of([] if doubt is None else [doubt])
 
