@@ -330,19 +330,24 @@ def test_a_thermostat_says_where_it_cools_directions_that_only_the_prior_determi
     """Half of the directions without batch noise: 2α/(2α + h m/2) of their variance; with equal shares all of it."""
     pace = Pace(0.0125, 0.7, 200, 20.0)
 
-    def coldest(data):
+    def coldest(data, scatter=None):
         curvature = torch.tensor(data) + 1
         root = Dense(torch.diag(curvature.rsqrt()))
         found = Coordinates(curvature, root, "dense", 1.0, 0.0, 1.0, "gaussian", curvature, torch.ones(2), 0.0)
-        return langevin_checks.coldest(found, pace)
+        return langevin_checks.coldest(found, pace, torch.diag(torch.tensor(scatter or data)))
 
     assert coldest([1e9, 0.0]) == pytest.approx(1.4 / (1.4 + 0.25 / 2), rel=1e-4)
     assert coldest([3.0, 3.0]) == pytest.approx(1)
+    assert coldest([3.0, 3.0], [3.0, 9.0]) == pytest.approx((1.4 + 0.25 * 0.75) / (1.4 + 0.25 * 1.5))
     weak, _, _ = regression(1000, 1e3)
     clear, _, _ = regression(1000, 3.0)
     assert "cold directions" in {doubt.check for doubt in fit(bf.Sgnht(epochs=40), weak).doubts}
     assert "cold directions" not in {doubt.check for doubt in fit(bf.Sgnht(epochs=40), clear).doubts}
     assert "cold directions" not in {doubt.check for doubt in fit(bf.Sghmc(epochs=40), weak).doubts}
+    x = torch.randn(200, 3)  # a bias that the prior holds 5 below the targets: residuals of all examples are alike
+    far = x, x.sum(1, keepdim=True) + 1000 + torch.randn(200, 1)
+    told = bf.fit(nn.Linear(3, 1), far, likelihood=bf.Gaussian(1.0), method=bf.Sgnht(epochs=40), progress=False).doubts
+    assert "cold directions" in {doubt.check for doubt in told}
 
 
 def test_a_pace_is_translated_to_the_units_of_the_transforms():

@@ -67,31 +67,39 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
     return doubts
 
 
-def coldest(found: Coordinates, pace: Pace) -> float:
-    """The variance that a thermostat leaves to the direction that only the prior determines, 1 being right.
+def coldest(found: Coordinates, pace: Pace, scatter: Tensor) -> float:
+    """The variance that a thermostat leaves to the direction with the least batch noise, 1 being right.
 
-    It takes the noise of the batches for the same everywhere. Along an eigenvector of Wᵀ Π W with eigenvalue d, the
-    prior's share, that noise is h m (1 - d): the temperature there is (2α + h m (1 - d)) / (2α + h m (1 - d̄)).
+    It takes the noise of the batches for the same everywhere, but that is h m s along a direction in which Wᵀ S W has
+    the entry s, S (P, P) being the scatter of the examples' gradients: the temperature there is
+    (2α + h m s) / (2α + h m s̄). A model that is right has s = 1 - d with d the prior's share, an eigenvalue of Wᵀ Π W;
+    eigenvalues of S itself are too uncertain, so of it the diagonal is taken.
     """
     assert pace.friction is not None
-    once = found.root.times_root(torch.diag(found.prior_precision))  # (P, P), rows Π W
-    shares = torch.linalg.eigvalsh(found.root.times_root(once.mT).double()).clamp(0, 1)
-    noise = pace.time * (1 - shares)
-    return float((2 * pace.friction + noise.min()) / (2 * pace.friction + noise.mean()))
+
+    def within(matrix: Tensor) -> Tensor:
+        once = found.root.times_root(matrix.to(found.center))  # rows of the matrix times W
+        return found.root.times_root(once.mT).double()
+
+    expected = 1 - torch.linalg.eigvalsh(within(torch.diag(found.prior_precision))).clamp(0, 1)
+    measured = within(scatter).diagonal().clamp_min(0)
+    noises = [pace.time * share for share in (expected, measured)]
+    return min(float((2 * pace.friction + n.min()) / (2 * pace.friction + n.mean())) for n in noises)
 
 
 def of_thermostat(run: ChainRun, found: Coordinates, pace: Pace) -> list[Doubt]:
     """Whether a sampler with one thermostat is too cold where the data say little."""
     if not run.method.REPLACEMENT or found.kind != "dense" or run.method.temperature != 1:
         return []
-    left = coldest(found, pace)
+    left = coldest(found, pace, full_batch(run.part, run.method.prior).score_scatter(found.center))
     if left >= COLD:
         return []
     return [
         Doubt(
             "cold directions",
-            f"Directions that only the prior determines have about {left:.2f} of their variance: one thermostat cannot "
-            "hold the temperature of directions with and without batch noise. Use Sghmc or Baoab, which need none.",
+            "Directions with little batch noise, such as those that only the prior determines, have about "
+            f"{left:.2f} of their variance: one thermostat cannot hold the temperature of directions with and without "
+            "that noise. Use Sghmc or Baoab, which need none.",
             left,
             COLD,
         )
@@ -99,7 +107,7 @@ def of_thermostat(run: ChainRun, found: Coordinates, pace: Pace) -> list[Doubt]:
 
 
 def _network(pace: Pace, kept: float, rise: float | None) -> Doubt:
-    """In a network, told by the rise ρ or by its size, every chain of this kind is short in units of the prior's scale."""
+    """In a network, known by its rise ρ or its size, every chain of this kind is short, by the prior's scale."""
     worth = kept * pace.time / 3 if pace.friction is not None else kept * pace.time / 2
     told = "less than 0.1" if worth < 0.1 else f"about {worth:.1f}"
     return Doubt(

@@ -26,6 +26,7 @@ from bayesformer.inference.linear_algebra import Product
 from bayesformer.jacobians import columns
 from bayesformer.jacobians.products import CurvatureProducts
 from bayesformer.laplace.estimate import Curvature, estimate
+from bayesformer.laplace.structures import DenseCurvature
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.vector_prior import VectorPrior
@@ -144,6 +145,18 @@ class FullBatch:
                 space=self.space,
                 weighted=True,
             )
+
+    def score_scatter(self, theta: Tensor) -> Tensor:
+        """(P, P), float64: Σ_n (g_n - ḡ)(g_n - ḡ)ᵀ over the gradients g_n of all examples, the noise of batches."""
+        total = self.slopes(theta).mean(0).double()
+        self.shell.load(theta)
+        self.epochs += self.data.readings
+        likelihood = self.prototype.likelihood
+        with self._pass():
+            found = estimate(self.shell.module, likelihood, self.data, "full", kind="fisher", space=self.space)
+        block = found.structures[0]
+        assert isinstance(block, DenseCurvature)
+        return block.matrix.double() - torch.outer(total, total) / self.prototype.problem.num_data
 
     def hessian(self, theta: Tensor, examples: int | None = None) -> Product:
         """v -> H v at θ, prior included: over all data, or over some examples drawn at random and scaled up to N."""
