@@ -214,3 +214,8 @@ def test_fit_works_where_gradients_are_switched_off(mode):
     with mode():
         inside = fit(model, (XY[0] * 1.0, XY[1] * 1))
     assert torch.equal(plain.theta, inside.theta)
+
+
+def test_one_output_cannot_tell_classes_apart():
+    with pytest.raises(ValueError, match="needs at least two outputs, one for each class; the model has one"):
+        bf.fit(nn.Linear(3, 1), (torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)), likelihood="categorical")
