@@ -283,6 +283,33 @@ def test_errors_name_the_argument():
         Calibration.load({"rule": "exact"}, {})
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_other_numbers_of_passes_have_a_calibration_of_their_own(rows):
+    """The sums of variances are right with fewer passes, too, and do not depend on what was asked before."""
+    model, x = network(8), images(16)
+    first, second = (posterior_of(model, sd=1e-3, examples=x) for _ in range(2))
+    second.outputs(x, predictive="streamlined")
+    exact = first.outputs(x, predictive="linearised").variance
+    found = [
+        p.outputs(x, predictive="streamlined", settings=RuleSettings(outputs=rows)).variance for p in (first, second)
+    ]
+    torch.testing.assert_close(found[0], found[1])
+    assert 0.8 < float((found[0] / exact).median()) < 1.25
+
+
+@pytest.mark.parametrize(("classes", "sd"), [(6, 0.05), (40, 0.05), (6, 0.5)])
+def test_weights_of_few_bits_are_calibrated_by_draws(classes, sd):
+    """Small steps round away in bfloat16, so draws are compared with all backward passes instead of tangents."""
+    model, x = network(classes, torch.bfloat16), images(32, torch.bfloat16)
+    posterior = posterior_of(model, sd=sd, examples=x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bf.FidelityWarning)
+        found = posterior.outputs(x, predictive="streamlined").variance.double()
+    drawn = posterior.outputs(x, 400, predictive="sampled").values.double().var(0)
+    assert 0.7 < float((found / drawn).median()) < 1.4
+    assert posterior.known_calibration.kappa != 1
+
+
 # --- doubts -----------------------------------------------------------------------------------------------------------
 
 

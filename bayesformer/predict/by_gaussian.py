@@ -20,6 +20,7 @@ from bayesformer.predict.mean_passes import TRIAL_EXAMPLES
 from bayesformer.predict.request import Request, check_draws
 from bayesformer.predict.streamlined import Calibration
 from bayesformer.predict.streamlined.calibrate import INPUTS, calibrate
+from bayesformer.predict.streamlined.rule_settings import ROWS
 from bayesformer.predict.streamlined.variance_check import EXAMPLES, one_pass_doubt, variance_ratio
 from bayesformer.predict.token_reduction import drawn_in_groups, empty_reduction
 
@@ -61,12 +62,12 @@ def check_gaussian(posterior: Posterior, way: str) -> None:
         )
 
 
-def calibrate_on(posterior: Posterior, inputs: Any) -> Calibration:
-    """The calibration of streamlined prediction, made on these inputs."""
+def calibrate_on(posterior: Posterior, inputs: Any, rows: int = ROWS) -> Calibration:
+    """The calibration of streamlined prediction, made on these inputs, with so many passes of the rule "leading"."""
     posterior.check_base()
     given = inputs_to(inputs, posterior.device)
     with posterior.mean_passes.streamliner(given) as (streamliner, noisy):
-        return calibrate(streamliner, given, noisy=noisy)
+        return calibrate(streamliner, given, noisy=noisy, rows=rows)
 
 
 def _calibration(posterior: Posterior, data: InputBatches, request: Request) -> Calibration | None:
@@ -79,11 +80,25 @@ def _calibration(posterior: Posterior, data: InputBatches, request: Request) -> 
         return None
     found = posterior.known_calibration
     if found is None and posterior.examples is None:
-        return calibrate_on(posterior, data.first(INPUTS))
+        rows = ROWS if request.settings is None else request.settings.outputs
+        return calibrate_on(posterior, data.first(INPUTS), rows)
     if found is None:
         found = posterior.known["calibration"] = calibrate_on(posterior, posterior.examples)
         warn_of(found.doubts)
+    rows = ROWS if request.settings is None else request.settings.outputs
+    if found.rule == "leading" and rows != found.rows:
+        return _calibration_with(posterior, data, rows)
     return found
+
+
+def _calibration_with(posterior: Posterior, data: InputBatches, rows: int) -> Calibration:
+    """The same with another number of backward passes: by training inputs, else by those that were asked about."""
+    if posterior.examples is None:
+        return calibrate_on(posterior, data.first(INPUTS), rows)
+    name = f"calibration with {rows}"
+    if name not in posterior.known:
+        posterior.known[name] = calibrate_on(posterior, posterior.examples, rows)
+    return posterior.known[name]
 
 
 def _outputs(posterior: Posterior, data: InputBatches, request: Request, calibration: Calibration | None) -> Outputs:

@@ -20,7 +20,7 @@ from bayesformer.predict.joining import NotFiniteError
 from bayesformer.predict.linearised import UNKNOWN
 from bayesformer.predict.streamlined.drawn_passes import DrawnPasses
 from bayesformer.predict.streamlined.output_calibration import BELIEVED, Calibration
-from bayesformer.predict.streamlined.rule_settings import Rule, RuleSettings
+from bayesformer.predict.streamlined.rule_settings import ROWS, RuleSettings
 from bayesformer.predict.streamlined.second_moment import SecondMoment, root_of, variances_of
 from bayesformer.predict.streamlined.streamliner import HeadParts, Streamliner
 
@@ -43,9 +43,12 @@ WHOLE = (0.8, 1.25)  # ratios of variances within which the noise of the last la
 EXACT = 32  # outputs up to which the rule of leading outputs is compared with all backward passes
 
 
-def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bool = False) -> Calibration:
+def calibrate(
+    streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bool = False, rows: int = ROWS
+) -> Calibration:
     """The calibration of a posterior by at most 32 examples; equal inputs and seeds give equal ones.
 
+    `rows` are the backward passes that the rule "leading" will take: what it leaves out depends on them.
     `noisy` says that passes draw random numbers of their own, so that tangents cannot be had from two of them.
     """
     inputs = map_inputs(inputs, lambda x: x[:INPUTS])
@@ -53,46 +56,55 @@ def calibrate(streamliner: Streamliner, inputs: Inputs, seed: int = 0, noisy: bo
     count = len(mean)
     _check_finite(mean, "at the mean of the weights")
     if rule == "closed":
-        return Calibration(rule, inputs=count)
+        return Calibration(rule, inputs=count, rows=rows)
     backward = rule in ("exact", "leading")
     positions = 1 if mean.dim() == 1 else mean[0].numel() // mean.shape[-1]
     count = max(4, min(count, POSITIONS // positions))
     inputs = map_inputs(inputs, lambda x: x[:count])
     head = None if rule == "exact" else streamliner.head(inputs, backward)
-    stiff = noisy or bool(streamliner.shell.facts.staged) or not backward
-    step = 1.0 if stiff else STEP
-    found = _calibrated(streamliner, inputs, rule, head, positions, seed, step)
+    rounded = bool(streamliner.shell.facts.staged)  # weights in few bits would not move by a small step
+    step = 1.0 if noisy or rounded or not backward else STEP
+    compared = backward and not noisy
+    found = _calibrated(
+        streamliner, inputs, Calibration(rule, positions=positions, rows=rows), head, seed, step, compared
+    )
     if head is None or mean[0].numel() > COMPARED or _is_whole(streamliner, inputs, found, seed):
         return found
-    return _calibrated(streamliner, inputs, rule, None, positions, seed, step)
+    return _calibrated(
+        streamliner, inputs, Calibration(rule, positions=positions, rows=rows), None, seed, step, compared
+    )
 
 
 def _calibrated(
     streamliner: Streamliner,
     inputs: Inputs,
-    rule: Rule,
+    plan: Calibration,
     head: HeadParts | None,
-    positions: int,
     seed: int,
     step: float,
+    compared: bool,
 ) -> Calibration:
-    """The calibration of a rule, with the noise of the last layer apart if `head` is given."""
+    """The calibration of a rule, with the noise of the last layer apart if `head` is given.
+
+    `compared` says that outputs of draws are kept, for their variance beside that of the linearised network.
+    """
     passes = streamliner.passes_of(head is not None, head)
-    seen = DeviationMoments(passes, inputs, seed, step)
+    seen = DeviationMoments(passes, inputs, seed, step, compared)
     found = replace(
         _patterns(seen, passes),
-        rule=rule,
-        positions=positions,
+        rule=plan.rule,
+        positions=plan.positions,
+        rows=plan.rows,
         apart=head is not None,
         inputs=len(first_tensor(inputs)),
         draws=seen.draws,
     ).to(streamliner.law.mean)
-    if rule == "draws":
+    if plan.rule == "draws":
         return replace(found, ratio=_ratio_of_draws(streamliner, inputs, found))
     claimed = streamliner.linear_variance(inputs, found)  # (B, C)
-    exact = claimed if rule == "exact" else _linear_variance(streamliner, inputs, found, seen)
+    exact = claimed if plan.rule == "exact" else _linear_variance(streamliner, inputs, found, seen)
     found = replace(found, lift=_median_ratio(exact, claimed))
-    found = replace(found, **seen.kappa(found.lift * claimed.sum(-1)))
+    found = replace(found, **seen.kappa(found.lift * claimed.sum(-1), exact))
     if seen.tangents:
         found = replace(found, ratio=found.lift * float(claimed.double().sum()) / float(seen.tangents))
     if BELIEVED[0] <= found.kappa <= BELIEVED[1]:
@@ -111,33 +123,39 @@ def _is_whole(streamliner: Streamliner, inputs: Inputs, found: Calibration, seed
     mean = passes.at_mean(inputs)
     deviations = passes.deviations(inputs, mean, found.draws, fold(seed, "whole"))
     drawn = torch.stack([real for real, _ in deviations]).var(0)
-    claimed = torch.cat([part.variance for part in streamliner.pieces(inputs, found, RuleSettings(), UNKNOWN)])
+    claimed = torch.cat(
+        [part.variance for part in streamliner.pieces(inputs, found, RuleSettings(outputs=found.rows), UNKNOWN)]
+    )
     return WHOLE[0] <= _median_ratio(drawn, claimed) <= WHOLE[1]
 
 
 def _linear_variance(streamliner: Streamliner, inputs: Inputs, found: Calibration, seen: DeviationMoments) -> Tensor:
     """(B, C): variances of the linearised network without what is apart: exact where a pass per output is cheap."""
     width = len(found.rest)
-    return streamliner.linear_variance(inputs, found, width) if width <= EXACT else seen.squared_tangents
+    if width > EXACT and seen.squares:
+        return seen.squared_tangents
+    return streamliner.linear_variance(inputs, found, min(width, EXACT))
 
 
 class DeviationMoments:
     """Second moments of draws and tangents over all calibration inputs, in the signal and per output."""
 
-    def __init__(self, passes: DrawnPasses, inputs: Inputs, seed: int, step: float) -> None:
+    def __init__(self, passes: DrawnPasses, inputs: Inputs, seed: int, step: float, compared: bool) -> None:
+        self.step, self.compared = step, compared
         weights = passes.law.size
         self.draws = DRAWS if weights <= MANY else FEWER_DRAWS
         count = len(first_tensor(inputs))
         groups = min(GROUPS, count) if weights <= CHEAP else 1
         self.real: SecondMoment | None = None
         self.near: SecondMoment | None = None
-        self.variances: list[tuple[Tensor, Tensor]] = []  # of draws and tangents, each (b, S, C)
+        self.drawn: list[Tensor] = []  # variances of draws, (b, S, C), where they are compared
+        self.straight: list[Tensor] = []  # of their tangents, where these are not the draws
         self.squares: list[Tensor] = []  # mean squared tangents, (b, S, C)
         for number, some in enumerate(torch.arange(count, device="cpu").tensor_split(groups)):
             group = map_inputs(inputs, lambda x, i=some: x[i.to(x.device)])
-            self._add(passes, group, fold(seed, "calibration", number), step)
+            self._add(passes, group, fold(seed, "calibration", number))
 
-    def _add(self, passes: DrawnPasses, inputs: Inputs, seed: int, step: float) -> None:
+    def _add(self, passes: DrawnPasses, inputs: Inputs, seed: int) -> None:
         mean = passes.at_mean(inputs)
         shape = (len(mean.signal), -1, 1 if mean.signal.dim() == 1 else mean.signal.shape[-1])
         signal = mean.signal.reshape(shape)
@@ -146,29 +164,34 @@ class DeviationMoments:
         assert self.near is not None
         sums = [torch.zeros_like(signal) for _ in range(2)]
         outputs: list[list[Tensor]] = [[], []]
-        for pair in passes.deviations(inputs, mean, self.draws, seed, step):
+        for pair in passes.deviations(inputs, mean, self.draws, seed, self.step):
             for moment, own, kept, deviation in zip((self.real, self.near), sums, outputs, pair, strict=True):
                 flat = deviation.reshape(shape)
                 moment.add(flat, own)
-                if step != 1.0:
+                if self.compared:
                     kept.append(passes.spread(flat))
         for moment, own in zip((self.real, self.near), sums, strict=True):
             moment.close(own, self.draws)
             finite = bool(torch.isfinite(moment.total).all())
             _check_finite(own if finite else torch.full_like(own, torch.nan), "under draws of the weights")
-        if step != 1.0:
-            real, near = torch.stack(outputs[0]), torch.stack(outputs[1])
-            self.variances.append((real.var(0), near.var(0)))
+        if not self.compared:
+            return
+        self.drawn.append(torch.stack(outputs[0]).var(0))
+        if self.step != 1.0:
+            near = torch.stack(outputs[1])
+            self.straight.append(near.var(0))
             self.squares.append(near.square().mean(0))
 
-    def kappa(self, claimed: Tensor) -> dict[str, Any]:
+    def kappa(self, claimed: Tensor, linear: Tensor) -> dict[str, Any]:
         """Variance of draws over that of their tangents: the median over inputs and outputs, and how it changes.
 
-        `claimed` (B,) are the variances that a rule gives the examples, by which the change is described.
+        `claimed` (B,) are the variances that a rule gives the examples, by which the change is described; `linear`
+        (B, C) those of the linearised network, which take the place of tangents where there are none.
         """
-        if not self.variances:
+        if not self.drawn:
             return {}
-        real, near = (torch.cat(parts).flatten(1).double() for parts in zip(*self.variances, strict=True))
+        real = torch.cat(self.drawn).flatten(1).double()
+        near = torch.cat(self.straight).flatten(1).double() if self.straight else linear.double()
         kappa, known = _median_ratio(real, near), (near.sum(-1) > 0) & (claimed > 0)
         if int(known.sum()) < LEAST:
             return {"kappa": kappa}

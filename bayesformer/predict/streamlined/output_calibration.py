@@ -11,14 +11,14 @@ from torch import Tensor
 
 from bayesformer.core.doubts import Doubt
 from bayesformer.core.types import Params
-from bayesformer.predict.streamlined.rule_settings import Rule
+from bayesformer.predict.streamlined.rule_settings import ROWS, Rule
 
 FEW_OUTPUTS = 3  # outputs of an example up to which each has a backward pass of its own
 BELIEVED = (0.6, 1.6)  # ratios of variances beyond which a rule is doubted
 REACH = 100.0  # how far from those of the calibration variances may be for the slope of kappa to go on
 TINY = 1e-30
 WIDE_DRAWS = 16  # draws of a rule whose linearised network is beyond them
-NUMBERS = ("rule", "kappa", "slope", "level", "lift", "ratio", "positions", "apart", "wide", "inputs", "draws")
+NUMBERS = ("rule", "kappa", "slope", "level", "lift", "ratio", "rows", "positions", "apart", "wide", "inputs", "draws")
 TENSORS = ("root", "rest", "pattern", "pattern_root", "size")
 
 
@@ -46,6 +46,8 @@ class Calibration:
     """exact linearised variance over that of the rule "leading", the median over inputs and outputs"""
     ratio: float = 1.0
     """self-check: variance by the rule over the mean squared tangents (or deviations) of draws, summed over all"""
+    rows: int = ROWS
+    """backward passes of the rule "leading" that this was made for"""
     positions: int = 1
     """1, or more where an example has outputs at several positions"""
     apart: bool = False
@@ -106,7 +108,8 @@ class Calibration:
 
     @classmethod
     def load(cls, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Calibration:
-        """The calibration that `facts()` and `tensors()` describe."""
+        """The calibration that `facts()` and `tensors()` describe; older ones do not say their number of passes."""
+        facts = {"rows": ROWS, **facts}
         if set(facts) != set(NUMBERS) or set(tensors) != set(TENSORS) or facts["rule"] not in get_args(Rule):
             raise ValueError(f"a calibration must have {', '.join((*NUMBERS, *TENSORS))}; got {sorted(facts)}.")
         return cls(**facts, **dict[str, Any](tensors))

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 Rule: TypeAlias = Literal["closed", "exact", "leading", "draws"]
 """How a covariance of outputs is found; see the package."""
 Choice: TypeAlias = Literal["auto", "exact", "leading", "draws"]
+ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class RuleSettings:
     rule: Choice = "auto"
     """"auto": by the outputs and positions of an example, and by the calibration. "exact": a backward pass per output
     and position. "leading": outputs at one position by regression on a few. "draws": few draws and the pattern"""
-    outputs: int = 3
+    outputs: int = ROWS
     """K, backward passes of the rule "leading": the error of single variances falls with it, the cost rises"""
     draws: int | None = None
     """draws of the weights of the rule "draws"; 4 by default, 16 where a linearised network is far from draws"""

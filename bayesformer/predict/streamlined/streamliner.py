@@ -159,7 +159,7 @@ class Streamliner:
         below = self.below(batch, head, calibration, rows)
         rank = min(factor_rank(batch.mean, examples), below.factor.shape[-1])
         found = self._noise_of(batch, head, rank)
-        lift = calibration.lift if rows == RuleSettings().outputs else 1.0
+        lift = calibration.lift if rows == calibration.rows else 1.0
         factor = lift * calibration.factor(lift * below.variance.sum(-1))[:, None]  # (B, 1)
         root = below.factor.mul_(factor.sqrt().unsqueeze(-1))  # (B, C, r), in place: it may be large
         left = root[..., rank:].square().sum(-1) + factor * below.diagonal
@@ -195,7 +195,7 @@ class Streamliner:
                 [part.variance.reshape(len(part.mean), -1) for part in self.linearised.pieces(inputs, UNKNOWN)]
             )
         head = self.head(inputs, backward=True) if calibration.apart else None
-        rows = rows or RuleSettings().outputs
+        rows = rows or calibration.rows
         return self.below(self.linearised.captured(inputs, rows), head, calibration, rows).variance
 
     # Few draws and the pattern.
