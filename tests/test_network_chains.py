@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -203,6 +204,23 @@ def test_heat_along_stiff_directions_is_said_though_all_weights_together_are_not
     assert [(doubt.check, doubt.value) for doubt in found] == [("temperature", 8.0)]
     assert "along stiff directions 8.00" in found[0].sentence
     assert network_chains._of_temperature({"temperature": 1.05, "stiff_temperature": 1.2}, 10**5) == []
+
+
+def test_draws_that_lose_what_was_learned_are_doubted(monkeypatch):
+    """Draws of a short anchored chain lose little; moved away by 3 in every weight they lose nearly all."""
+    posterior = fitted(bf.Sghmc(), epochs=20)
+    assert posterior.facts["network"]["loss"] < 1
+    assert "draws" not in {doubt.check for doubt in posterior.doubts}
+    run = network_chains.fit_stage
+
+    def moved(*args):
+        found = run(*args)
+        return found if found.draws is None else replace(found, draws=found.draws + 3)
+
+    monkeypatch.setattr(network_chains, "fit_stage", moved)
+    lost = fitted(bf.Sghmc(), epochs=20)
+    assert lost.facts["network"]["loss"] > 2
+    assert "lost what the network had learned" in next(d.sentence for d in lost.doubts if d.check == "draws")
 
 
 def test_given_weights_start_at_their_mode_and_equal_seeds_give_equal_chains():

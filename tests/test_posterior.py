@@ -642,3 +642,12 @@ def test_numbers_of_draws_are_whole_and_there():
     assert isinstance(gaussian.module(99), nn.Linear)
     joint = bf.log_joint(nn.Linear(2, 1), bf.Gaussian(1.0), None, 12)
     assert torch.equal(joint({}, (x, x[:, :1]))[0], joint({}, bf.Batch(x, x[:, :1]))[0])
+
+
+def test_the_output_whose_sensitivity_is_asked_for_must_be_one():
+    x = torch.randn(4, 3)
+    data = (x, torch.arange(4) % 2)
+    posterior = bf.fit(nn.Linear(3, 2), data, likelihood="categorical", method=bf.Laplace(prior_precision=1.0))
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match=f"output must be numbers from 0 to 1, .* got {wrong}"):
+            posterior.input_sensitivity(x, output=wrong)

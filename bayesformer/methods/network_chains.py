@@ -22,7 +22,7 @@ from bayesformer.layers import has_random_parts
 from bayesformer.posterior import Posterior
 from bayesformer.train.anchored import anchored_optima, prior_scale
 from bayesformer.train.collect import Collect
-from bayesformer.train.coordinates import centred
+from bayesformer.train.coordinates import centred, full_batch
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.members import Fitted, Stage, facts_of, fit_stage
 from bayesformer.train.network_plan import FEWEST_ROWS, NetworkPlan, doubt_of_length, forecast, plan
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 FRICTION = 0.3
 TIMES = 5  # the training's epochs, for weights that start fresh
 PRODUCTS, EXAMPLES = 5, 100  # for the largest curvature before the chains run
+LOST, JUDGED = 1.2, 8  # loss of log-likelihood that is doubted, and at about how many draws it is measured
 PILOT, FEWEST_STEPS = 60, 20  # steps that tell whether batches heat a chain, and below which they cannot
 BOILING = 2.0  # temperature along stiff directions above which they do
 HOT = 1.2  # kinetic temperature above which the spread is too wide
@@ -109,6 +110,7 @@ def fit_network_chains(run: ChainRun) -> Posterior:
     log.info(forecast(fixed, largest))
     doubts = doubt_of_length(fixed, largest, run.name) + _of_model(run)
     warn_of(doubts)
+    origins = [start.theta.clone() for start in part.starts]  # chains move the starts themselves
     fitted = fit_stage(chain_stage(run, part, fixed), fixed.chains)
     measured = _measured(fitted, fixed, largest) | {"pilot_temperature": pilot}
     doubts += _of_temperature(measured, fixed.chains * part.space.size)
@@ -116,7 +118,9 @@ def fit_network_chains(run: ChainRun) -> Posterior:
     facts |= {"chains": fixed.chains, "starts": _starts(run), "network": measured}
     made = posterior_of(run.prototype, part.samples(fitted), facts)
     measured |= worth_of(made, run.prototype, fixed.chains)
-    return posterior_of(run.prototype, made.law, facts | recorded(doubts + _of_draws(measured)))
+    measured["loss"] = _loss(run, part, origins, fitted)
+    doubts += _of_draws(measured) + _of_loss(measured["loss"])
+    return posterior_of(run.prototype, made.law, facts | recorded(doubts))
 
 
 def plan_of(run: ChainRun, whole: bool = False) -> NetworkPlan:
@@ -253,6 +257,39 @@ def _worth(posterior: Posterior, inputs: Inputs, chains: int) -> float:
     return float(found.median()) if len(found) else math.nan
 
 
+def _loss(run: ChainRun, part: SubsetStage, origins: list[Tensor], fitted: Fitted) -> float:
+    """Nats of log-likelihood over all data that draws lose against the starts, over what a Gaussian's lose at most.
+
+    That is half the number of weights, or of targets where these are fewer: the data determine no more directions.
+    """
+    assert fitted.draws is not None
+    losses, every = [], max(1, fitted.draws.shape[0] * fitted.draws.shape[1] // JUDGED)
+    for chain, draws in enumerate(fitted.draws):  # (S, P)
+        batch = full_batch(part, run.method.prior, chain)
+        rows = [origins[chain], *draws[::every]]
+        start, *others = (-batch.potential(row) - float(batch.prior.log_prob(row).double()) for row in rows)
+        losses += [start - other for other in others]
+        determined = min(batch.size, batch.targets)
+    return 2 * sum(losses) / (len(losses) * determined * (run.method.temperature or 1.0))
+
+
+def _of_loss(loss: float) -> list[Doubt]:
+    """Whether the draws have lost what their starts had learned."""
+    if not loss > LOST:
+        return []
+    return [
+        Doubt(
+            "draws",
+            "The draws have lost what the network had learned: their log-likelihood is below that of their starts by "
+            f"{loss:.1f} times as much as draws of a Gaussian posterior lose at most, so that predictions may be near "
+            "chance. Chains of this length are too hot for so many weights: use Ensemble(), or "
+            "Laplace(predictive='linearised').",
+            loss,
+            LOST,
+        )
+    ]
+
+
 def _starts(run: ChainRun) -> str:
     if run.fresh:
         return "anchored optima, one per chain"
@@ -279,12 +316,12 @@ def _of_model(run: ChainRun) -> list[Doubt]:
 
 
 def _of_starts(run: ChainRun) -> list[Doubt]:
-    """Whether the chains of a network all begin at one mode, which they hardly leave."""
+    """Whether the chains of a network all begin at one mode, and so cannot see others."""
     if run.fresh or run.modes.distinct:
         return []
     sentence = (
-        "All chains begin at the mode of the weights that were given, and hardly leave it: where there are no data the "
-        "spread of small networks was about half of the posterior's. If these weights need not be kept, give a "
+        "All chains begin at the mode of the weights that were given, and cannot see others: where there are no data "
+        "the spread of small networks was about half of the posterior's. If these weights need not be kept, give a "
         "function that builds the model, or init='fresh'."
     )
     return [Doubt("starts", sentence)]

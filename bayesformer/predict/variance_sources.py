@@ -56,6 +56,10 @@ def squared_slopes(shell: Shell, inputs: Tensor, output: Tensor | int | None = N
         flat = outputs.reshape(len(outputs), -1)
         if output is not None:
             index = torch.as_tensor(output, device=flat.device).expand(len(flat)).unsqueeze(1)
+            if bool((index < 0).any() or (index >= flat.shape[1]).any()):
+                raise ValueError(
+                    f"output must be numbers from 0 to {flat.shape[1] - 1}, the outputs of an example; got {output}."
+                )
             flat = flat.gather(1, index)
         found = torch.zeros_like(inputs)
         for column in flat.sum(0).unbind():

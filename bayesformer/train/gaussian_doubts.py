@@ -141,7 +141,8 @@ def gaussian_doubts(
 ) -> Sequence[Doubt]:
     """All of them, for a law over the inferred weights."""
     doubts = [*mode_doubts(found), *regime_doubts(found, family), *of_prior(found.heavy)]
-    if temperature > 0 and batch.is_objective and law.blocks:
+    if temperature > 0 and law.blocks:
         where = arrival(batch, law, found.prior_precision, temperature, seed)
-        doubts += arrival_doubts(where, found.largest, variational, found.regime == "network")
+        rising = variational and batch.is_objective  # the bound that is ascended under dropout is another one
+        doubts += arrival_doubts(where, found.largest, rising, found.regime == "network")
     return doubts
