@@ -197,7 +197,8 @@ class Posterior:
 
         Of chains, the effective number of draws of outputs on the data and far off them, and the temperature by
         gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
-        far they score below the mean, and whether linearised and sampled outputs spread alike.
+        far they score below the mean, and whether linearised and sampled outputs spread alike. Of others, such as
+        ensembles and networks that are random themselves, nothing is checked, which a line of the log says.
         """
         own, count = batches_for(self.model, as_batches(data, "data"), self.likelihood), self.facts.get("num_data")
         if count and own.num_data != count:

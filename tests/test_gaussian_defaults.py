@@ -272,7 +272,8 @@ def test_a_mean_that_is_off_and_a_spread_that_is_wrong_are_measured(exact):
     (doubt,) = arrival_doubts(found, 1.0)
     assert doubt.check == "elbo"
     assert "still rises" in doubt.sentence
-    assert arrival_doubts(found, 1.0, variational=False) == []
+    assert [doubt.check for doubt in arrival_doubts(found, 1.0, variational=False)] == ["mean"]
+    assert arrival_doubts(found, 1.0, variational=False, network=True) == []
     right = arrival(batch, gaussian(mean, tril=root), PRIOR, 1.0, 0)
     wide = arrival(batch, gaussian(mean, tril=3 * root), PRIOR, 1.0, 0)
     assert wide.rise * determined(3 * root) == pytest.approx(9 * right.rise * determined(root), rel=1e-6)

@@ -285,3 +285,37 @@ def test_the_budget_is_five_times_the_training_for_fresh_weights_and_once_for_gi
 def test_a_cold_posterior_is_narrower():
     spread = [fitted(bf.Sghmc(epochs=400, chains=1, temperature=t)).theta.std(0).mean() for t in (1.0, 1e-3)]
     assert spread[1] < 0.1 * spread[0]
+
+
+@pytest.mark.parametrize("init", ["given", "fresh"])
+def test_chains_of_adapters_begin_at_the_base(init, monkeypatch):
+    """B = 0 and A as PEFT draws it, anew for every chain, and there is the anchor; others begin at the prior's."""
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    seen = []
+
+    class Seen(Exception):
+        pass
+
+    def stop(stage, count):
+        seen.append(stage)
+        raise Seen
+
+    def build():
+        layers = nn.Sequential(nn.Linear(1, 600), nn.Tanh(), nn.Linear(600, 1))
+        return get_peft_model(layers, LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"]))
+
+    model = build if init == "given" else build()
+    monkeypatch.setattr("bayesformer.train.anchored.fit_stage", stop)
+    with pytest.raises(Seen):
+        fitted(bf.Sghmc(chains=2), model, init=init)
+    (stage,) = seen
+    starts = [stage.prototype.space.views(start.theta) for start in stage.starts]
+    a, b, head = (next(n for n in starts[0] if part in n) for part in ("lora_A", "lora_B", "2.modules_to_save"))
+    for chain, start in enumerate(starts):
+        assert bool((start[b] == 0).all())
+        assert float(start[a].abs().max()) <= 1  # U(-1, 1), as PEFT draws it for one input
+        assert float(start[head].abs().max()) > 1.5  # N(0, 1)
+        torch.testing.assert_close(stage.priors[chain].anchor, stage.starts[chain].theta)
+    assert not torch.equal(starts[0][a], starts[1][a])

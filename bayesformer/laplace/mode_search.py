@@ -15,6 +15,8 @@ from bayesformer.laws import GaussianLaw
 from bayesformer.model.space import Space
 from bayesformer.train.coordinates import RISE, RISE_DRAWS, full_batch, polished
 from bayesformer.train.full_batch import FullBatch
+from bayesformer.train.gaussian_doubts import of_mean, skewness
+from bayesformer.train.linearity import linearised_spread, of_linearity
 from bayesformer.train.mode_doubts import of_mode
 from bayesformer.train.output_spread import compared_with_full
 from bayesformer.train.prototype import Prototype, Start
@@ -101,20 +103,31 @@ def mode_doubts(
         doubts += of_rise(numbers["rise"])
     elif method.predictive != "sampled" and not batch.is_linear():
         doubts.append(Doubt("regime", ONE_MODE))
+        inner = _within(law, part.place)
+        ratio = None if inner is None else linearised_spread(batch, inner, prototype.problem.seed)
+        if ratio is not None:
+            doubts, numbers = doubts + of_linearity(ratio), numbers | {"linearised_spread": ratio}
     return doubts, numbers
 
 
 def output_numbers(
     method: Laplace, prototype: Prototype, law: GaussianLaw, start: Start, prior: str | None, temperature: float
 ) -> tuple[list[Doubt], dict[str, float]]:
-    """The spread of outputs and weights beside the full curvature with this prior, where the outputs are linear."""
-    if method.structure not in COMPARED:
-        return [], {}
+    """The spread of outputs and weights beside the full curvature with this prior, and how far mean and mode are apart.
+
+    Both where the outputs are linear in the weights.
+    """
     part = _part(method, prototype, start)
     inner = _within(law, part.place)
     if inner is None:
         return [], {}
-    return compared_with_full(full_batch(part, prior), part.starts[0].theta, inner, temperature=temperature)
+    batch, doubts, numbers = full_batch(part, prior), [], {}
+    if method.structure in COMPARED:
+        doubts, numbers = compared_with_full(batch, part.starts[0].theta, inner, temperature=temperature)
+    shift = skewness(batch, inner, temperature, prototype.problem.seed)
+    if shift is not None:
+        doubts, numbers = doubts + of_mean(shift), numbers | {"mean_shift": shift}
+    return doubts, numbers
 
 
 def _within(law: GaussianLaw, place: slice | Tensor) -> GaussianLaw | None:

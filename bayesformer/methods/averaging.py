@@ -133,7 +133,7 @@ class Swag:
         return replace(found, facts={**found.facts, **recorded([OPTIMISER])})
 
     def _whitened(self, prototype: Prototype) -> Posterior:
-        refuse_too_large("dense", prototype.space.select(self.subset).size)
+        refuse_too_large("dense", prototype.space.select(self.subset).size, "coordinates='plain', Vi(kind='kron')")
         around = AroundMode(self, prototype, self.prior, "dense")
         if around.coordinates.regime == "network":
             raise ValueError(

@@ -20,6 +20,7 @@ from bayesformer.inference.schedules import Schedule
 from bayesformer.methods import langevin_checks
 from bayesformer.methods.pace import MOST_EPOCHS, Pace
 from bayesformer.posterior import Posterior
+from bayesformer.predict.self_check import of_output_worth, worth_of_outputs
 from bayesformer.train.collect import Collect
 from bayesformer.train.coordinates import FEW, Coordinates, at_joint_mode, centred, find_coordinates, polished
 from bayesformer.train.full_batch import FullBatch
@@ -47,6 +48,8 @@ EXPLORATION = 0.8  # share of a cycle spent moving without noise
 KEPT = 100  # draws in all, where nothing is said
 DELAY = 0.1  # b of decaying steps, as a share of all steps
 NETWORK_EPOCHS = 5  # times the training's, for weights that start fresh
+EXAMPLES = 32  # training inputs at which the outputs of draws are looked at, and as many off the data
+CHAIN_TOO_SHORT = ("length", "slow directions", "effective draws", "regime")  # doubts that say so already
 MODE_SHARE = 0.5  # of the training, for the mode of the weights outside a subset, with warm_up=0
 log = logging.getLogger("bayesformer")
 
@@ -216,8 +219,18 @@ class ChainRun:
         """The draws as a posterior, with what is known of their making."""
         stages = [fitted] if self.modes.stage is None else [self.modes.stage, fitted]
         facts = facts_of(self.name, self.method, self.prototype, *stages)
-        facts |= {"chains": self.chains, "starts": self._starts(), **more, **recorded(doubts)}
-        return posterior_of(self.prototype, part.samples(fitted), facts)
+        facts |= {"chains": self.chains, "starts": self._starts(), **more}
+        made = posterior_of(self.prototype, part.samples(fitted), facts)
+        worth, told = self._worth_of_outputs(made, fitted), any(doubt.check in CHAIN_TOO_SHORT for doubt in doubts)
+        doubts = doubts if told else doubts + of_output_worth(worth)
+        return posterior_of(self.prototype, made.law, facts | worth | recorded(doubts))
+
+    def _worth_of_outputs(self, made: Posterior, fitted: Fitted) -> dict[str, float]:
+        """What the draws of each chain are worth for the outputs, if they are enough to tell."""
+        method, draws = self.method, fitted.draws
+        if draws is None or draws.shape[1] < langevin_checks.ENOUGH or method.temperature == 0 or method.cycles:
+            return {}
+        return worth_of_outputs(made, self.prototype.data.first(EXAMPLES).inputs, self.chains)
 
     def _starts(self) -> str:
         if self.chains == 1 or self.fresh or self._starts_differ():

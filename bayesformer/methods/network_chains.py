@@ -12,14 +12,14 @@ from torch import Tensor
 
 from bayesformer.core.doubts import Doubt, recorded, warn_of
 from bayesformer.core.memory import room_for
-from bayesformer.core.types import Draws, Inputs, LogJoint, Transform
-from bayesformer.data.inputs import map_inputs, tensors_of
+from bayesformer.core.types import LogJoint, Transform
 from bayesformer.inference import stiff_baoab
-from bayesformer.inference.diagnostics import effective_sample_size
 from bayesformer.inference.linear_algebra import power_iteration
 from bayesformer.inference.stiff_baoab import StiffSettings, StiffState
 from bayesformer.layers import has_random_parts
+from bayesformer.model.starting import adapter_weights
 from bayesformer.posterior import Posterior
+from bayesformer.predict.self_check import worth_of_outputs
 from bayesformer.train.anchored import anchored_optima, prior_scale
 from bayesformer.train.collect import Collect
 from bayesformer.train.coordinates import centred, full_batch
@@ -53,8 +53,6 @@ PILOT, FEWEST_STEPS = 60, 20  # steps that tell whether batches heat a chain, an
 BOILING = 2.0  # temperature along stiff directions above which they do
 HOT = 1.2  # kinetic temperature above which the spread is too wide
 ASKED = 32  # examples at which the draws are compared
-LOOKED_AT = 512  # outputs among them
-FAR = 3.0  # how many times farther from their mean they are put, to be off the data
 SAFE = 6.0  # the forecast was right within this factor on all problems it was tried on
 log = logging.getLogger("bayesformer")
 
@@ -117,7 +115,7 @@ def fit_network_chains(run: ChainRun) -> Posterior:
     facts = facts_of(run.name, run.method, run.prototype, *trainings, fitted)
     facts |= {"chains": fixed.chains, "starts": _starts(run), "network": measured}
     made = posterior_of(run.prototype, part.samples(fitted), facts)
-    measured |= worth_of(made, run.prototype, fixed.chains)
+    measured |= worth_of_outputs(made, run.prototype.data.first(ASKED).inputs, fixed.chains)
     measured["loss"] = _loss(run, part, origins, fitted)
     doubts += _of_draws(measured) + _of_loss(measured["loss"])
     return posterior_of(run.prototype, made.law, facts | recorded(doubts))
@@ -169,13 +167,21 @@ def starts_of(run: ChainRun, fixed: NetworkPlan) -> tuple[SubsetStage, list[Fitt
     if not run.fresh:
         known = None if run.earlier is None else vars(run.earlier).get("coordinates")
         return (run.part if known is None or run.modes.distinct else centred(run.part, [known])), run.trainings
-    # The weights outside a subset are at a mode; all others begin at the anchor, whatever the start.
+    # The weights outside a subset are at a mode; all others begin at the anchor, which is the start for adapters alone.
     share = 1.0 if is_proper(made, method.subset) else 0.0
     modes = find_modes(made, run.name, method.prior, share, fixed.chains)
     part = subset_stage(made, modes, method.subset)
     prior, label = vector_prior(made, method.prior, part.space), f"{run.name}-anchored"
     found = anchored_optima(
-        made, label, prior, part.starts, fixed.optimum, part.skeletons, repr(method), method.temperature
+        made,
+        label,
+        prior,
+        part.starts,
+        fixed.optimum,
+        part.skeletons,
+        repr(method),
+        method.temperature,
+        [part.space.slices[name] for name in adapter_weights(made.prepared, part.space.names)],
     )
     at = Modes(found.theta, found.buffers, found)
     stages = run.trainings + [stage for stage in (modes.stage, found) if stage is not None]
@@ -231,30 +237,6 @@ def _measured(fitted: Fitted, fixed: NetworkPlan, largest: float) -> dict[str, A
         "batch_size": fixed.batch,
         "rows": fixed.rows,
     }
-
-
-def worth_of(posterior: Posterior, prototype: Prototype, chains: int) -> dict[str, float]:
-    """Effective numbers of draws of the outputs, medians: at training inputs, and off the data where these are numbers.
-
-    Off the data are the same inputs three times as far from their mean.
-    """
-    inputs = prototype.data.first(ASKED).inputs
-    found = {"worth_inside": _worth(posterior, inputs, chains)}
-    if all(x.is_floating_point() for x in tensors_of(inputs)):
-        far = map_inputs(inputs, lambda x: x.mean(0) + FAR * (x - x.mean(0)))
-        found["worth_outside"] = _worth(posterior, far, chains)
-    return found
-
-
-def _worth(posterior: Posterior, inputs: Inputs, chains: int) -> float:
-    values = posterior.outputs(inputs)
-    assert isinstance(values, Draws)
-    draws = values.values.flatten(1)  # (C S, Q)
-    if len(draws) < 4 * chains:
-        return math.nan
-    found = effective_sample_size(draws.unflatten(0, (chains, -1))[..., :LOOKED_AT])
-    found = found[~found.isnan()]
-    return float(found.median()) if len(found) else math.nan
 
 
 def _loss(run: ChainRun, part: SubsetStage, origins: list[Tensor], fitted: Fitted) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,13 @@ def redraw_untrained_adapters(shell: Shell) -> tuple[str, ...]:
                 drawn.append(name)
     shell.sync()
     return tuple(drawn)
+
+
+def adapter_weights(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the names that are weights of LoRA adapters, in the order given."""
+    layers = [path for path, module in model.named_modules() if hasattr(module, "reset_lora_parameters")]
+    within = tuple(f"{path}.lora_" for path in layers)
+    return [name for name in names if name.startswith(within)]
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

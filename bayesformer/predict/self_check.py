@@ -7,6 +7,7 @@ score below the mean, and whether linearised and sampled outputs spread alike.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from bayesformer.priors.setting import prior_of
 if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
 
+log = logging.getLogger("bayesformer")
+
 EXAMPLES = 64  # whose outputs are looked at
 FAR = 3.0  # times the inputs: off the data
 WORTH, ENOUGH = 8.0, 20  # effective draws that outputs must have, and kept draws that can tell
@@ -36,16 +39,25 @@ RISE, DRAWS = 2.0, 16  # of U under draws over that of a Gaussian, and how many 
 BELOW = 0.1  # nats per example that draws may score below the mean
 APART = 2.0  # ratio of linearised and sampled standard deviations of outputs, either way
 CHUNK = 256
+NUMBERS = 2**24  # of the outputs of all draws, at most: fewer examples are looked at, or none
+FEWEST, LOOKED_AT = 4, 512  # draws of a chain that tell anything, and outputs that are looked at
 
 
 def self_check(posterior: Posterior, data: Batches) -> tuple[Doubt, ...]:
-    """All doubts that the law of a posterior and these data, those it was fitted to, give reason for."""
-    if posterior.noisy_draws:
-        return ()
-    if isinstance(posterior.law, Samples):
-        return tuple(_chain(posterior, posterior.law, data))
-    if isinstance(posterior.law, GaussianLaw):
-        return tuple(_gaussian(posterior, posterior.law, data))
+    """All doubts that the law of a posterior and these data, those it was fitted to, give reason for.
+
+    Draws of chains and Gaussians over the weights are checked. Of networks as trained, mixtures, and networks that are
+    random themselves nothing is known that could be, which a line of the log says.
+    """
+    law, method = posterior.law, posterior.facts.get("method", {}).get("name")
+    by_chains = isinstance(law, Samples) and ("chains" in posterior.facts or method is None)
+    if by_chains and not posterior.noisy_draws:
+        assert isinstance(law, Samples)
+        return tuple(_chain(posterior, law, data))
+    if not posterior.noisy_draws and isinstance(law, GaussianLaw):
+        return tuple(_gaussian(posterior, law, data))
+    log.warning("check looks at draws of chains and at Gaussians over the weights; of a posterior by %s it has nothing "
+                "to say", method or "this method")  # fmt: skip
     return ()
 
 
@@ -54,10 +66,7 @@ def _chain(posterior: Posterior, law: Samples, data: Batches) -> list[Doubt]:
     each = len(law.theta) // chains
     if each < ENOUGH:
         return []
-    inputs, doubts = data.first(EXAMPLES).inputs, []
-    for where, own in (("on the data", inputs), (f"at {FAR:.0f} times the inputs", _scaled(inputs))):
-        if own is not None:
-            doubts += _worth(posterior, own, chains, where)
+    doubts = of_output_worth(worth_of_outputs(posterior, data.first(EXAMPLES).inputs, chains))
     temperature = _temperature(posterior, law, data)
     if temperature is not None and temperature > HOT:
         sentence = (
@@ -68,26 +77,49 @@ def _chain(posterior: Posterior, law: Samples, data: Batches) -> list[Doubt]:
     return doubts
 
 
-def _worth(posterior: Posterior, inputs: Inputs, chains: int, where: str) -> list[Doubt]:
-    found = posterior.outputs(inputs, predictive="sampled")
+def worth_of_outputs(posterior: Posterior, inputs: Inputs, chains: int) -> dict[str, float]:
+    """Effective numbers of draws of the outputs of chains of equal length, medians: at these inputs, and off the data.
+
+    Off the data are the same inputs three times as far from their mean, where they are numbers; token ids have no such
+    place. NaN where draws are too few or too large to tell.
+    """
+    found = {"worth_inside": _worth(posterior, inputs, chains)}
+    if all(x.is_floating_point() for x in tensors_of(inputs)):
+        far = map_inputs(inputs, lambda x: x.mean(0) + FAR * (x - x.mean(0)))
+        found["worth_outside"] = _worth(posterior, far, chains)
+    return found
+
+
+def _worth(posterior: Posterior, inputs: Inputs, chains: int) -> float:
+    draws = posterior.law.available or 0
+    one = map_inputs(inputs, lambda x: x[:1])
+    first = posterior.outputs(one, predictive="sampled", draws=1)
+    assert isinstance(first, Draws)
+    room = NUMBERS // max(1, draws * first.values.numel())
+    if draws < FEWEST * chains or room == 0:
+        return math.nan
+    found = posterior.outputs(map_inputs(inputs, lambda x: x[:room]), predictive="sampled")
     assert isinstance(found, Draws)
     values = posterior.likelihood.identified(found.values).flatten(1)  # (L, outputs)
-    worth = effective_sample_size(values.view(chains, -1, values.shape[1]))
+    worth = effective_sample_size(values.view(chains, -1, values.shape[1])[..., :LOOKED_AT])
     worth = worth[~worth.isnan()]
-    middle = float(worth.median()) if len(worth) else math.inf
-    if not middle < WORTH:
-        return []
-    sentence = (
-        f"The draws are worth only {middle:.1f} independent ones for the outputs {where}. Give the sampler more epochs."
-    )
-    return [Doubt("effective draws", sentence, middle, WORTH)]
+    return float(worth.median()) if len(worth) else math.nan
 
 
-def _scaled(inputs: Inputs) -> Inputs | None:
-    """The inputs farther away, where they are numbers; token ids have no such place."""
-    if not all(leaf.is_floating_point() for leaf in tensors_of(inputs)):
-        return None
-    return map_inputs(inputs, lambda x: FAR * x)
+def of_output_worth(worth: Mapping[str, float]) -> list[Doubt]:
+    """A doubt for every place where the outputs of chains are worth too few independent draws."""
+    places = {"worth_inside": "on the data", "worth_outside": f"{FAR:.0f} times as far out as the data"}
+    return [
+        Doubt(
+            "effective draws",
+            f"The draws are worth only {worth[name]:.1f} independent ones for the outputs {where}. Give the sampler "
+            "more epochs.",
+            worth[name],
+            WORTH,
+        )
+        for name, where in places.items()
+        if worth.get(name, math.inf) < WORTH
+    ]
 
 
 def _temperature(posterior: Posterior, law: Samples, data: Batches) -> float | None:

@@ -145,10 +145,12 @@ def anchored_optima(
     skeletons: Sequence[Skeleton] | None = None,
     settings: str = "",
     temperature: float = 1.0,
+    places: Sequence[slice] = (),
 ) -> Fitted:
     """One optimum per start, each around its own draw of the prior, where it also begins.
 
     Dropout is off, as it is for chains. Running averages move, since at a draw of the prior they would be wrong.
+    Adapters begin, and are anchored, where they start: a draw of the prior would overwhelm the base that they adapt.
 
     Args:
         prototype: the model and its data.
@@ -159,10 +161,14 @@ def anchored_optima(
         skeletons: one per start where fixed weights differ.
         settings: what a checkpoint of it must agree in.
         temperature: of the posterior.
+        places: of the adapters' weights in θ.
     """
     problem, device = prototype.problem, prototype.skeleton.device
     sources = [generator(problem.seed, "anchor", chain, device=device) for chain in range(len(starts))]
     anchors = [prior_draw(prior, s.theta, source, temperature) for s, source in zip(starts, sources, strict=True)]
+    for anchor, start in zip(anchors, starts, strict=True):
+        for place in places:
+            anchor[place] = start.theta[place]
     priors = []
     for anchor in anchors:
         scale = prior_scale(prior, anchor)

@@ -26,6 +26,7 @@ from bayesformer.posterior import Posterior
 from bayesformer.priors.setting import PriorSetting
 from bayesformer.train.coordinates import EXAMPLES, POWER, Kind, at_joint_mode, centred, find_coordinates
 from bayesformer.train.full_batch import FullBatch
+from bayesformer.train.linearity import linearised_spread, of_linearity
 from bayesformer.train.members import BuildTransform, Stage, facts_of, fit_stage
 from bayesformer.train.output_spread import compared_with_full
 from bayesformer.train.prototype import Prototype
@@ -87,10 +88,14 @@ class AroundMode:
         return at_diagonal_scale(found.root, found.curvature_diagonal * max(largest, 1.0))
 
     def compared(self, law: GaussianLaw) -> tuple[list[Doubt], dict[str, float]]:
-        """Doubts about the spread of outputs and weights under a law, where the posterior is near a Gaussian."""
+        """Doubts about the spread of outputs and weights under a law where the posterior is near a Gaussian.
+
+        Of networks about how far from linear they are under its draws.
+        """
         found, heat = self.coordinates, getattr(self.method, "temperature", 1.0)
         if found.regime != "gaussian":
-            return [], {}
+            ratio = linearised_spread(self.full_batch(), law, self.prototype.problem.seed)
+            return of_linearity(ratio), {} if ratio is None else {"linearised_spread": ratio}
         return compared_with_full(self.full_batch(), found.center, law, temperature=heat, precision=found.precision)
 
     def training(self, epochs: int | Auto, own: int, least: int) -> Training:

@@ -135,13 +135,13 @@ def centred(part: SubsetStage, found: Sequence[Coordinates]) -> SubsetStage:
     return replace(part, starts=starts)
 
 
-def refuse_too_large(kind: str, size: int) -> None:
-    """An error before work begins where a dense matrix of this many weights would not be used."""
+def refuse_too_large(kind: str, size: int, instead: str = "kind='kron' or 'diag'") -> None:
+    """An error before work begins where a dense matrix of this many weights would not be used, with what to use."""
     if kind == "dense" and size > DENSE:
         gib = 8 * size * size / 2**30
         raise ValueError(
             f"dense coordinates must have at most {DENSE} weights; got {size}, whose matrix takes {gib:.1f} GiB. "
-            "Use kind='kron' or 'diag', or a smaller subset."
+            f"Use {instead}, or a smaller subset."
         )
 
 

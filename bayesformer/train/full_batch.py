@@ -32,6 +32,7 @@ from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.vector_prior import VectorPrior
 
 FORWARD, PRODUCT = 1 / 3, 2.0  # what a pass without its backward pass and a product with H cost, in epochs of gradients
+CHEAP = 2**22  # numbers that a forward pass of all data makes in about 10 ms
 COLUMNS = 512  # per example, beyond which the curvature is taken from targets drawn from the model
 STRAIGHT = 1e-3  # second difference of outputs, over the first, below which they count as linear in the weights
 
@@ -72,6 +73,11 @@ class FullBatch:
         """
         made = self.prototype
         return made.randomness.kind == "none" and not made.moves_buffers and not made.is_reentrant
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a forward pass of all data takes about 10 ms, so that tens of them are nothing beside a fit."""
+        return self.prototype.example_numbers * self.prototype.problem.num_data <= CHEAP
 
     def potential(self, theta: Tensor, examples: int | None = None) -> float:
         """U(θ) over all data, summed in float64; or over some examples, always the same, and scaled up to N."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bayesformer.core.doubts import Doubt
-from bayesformer.laws import GaussianLaw
-from bayesformer.train.coordinates import RISE, Coordinates
+from bayesformer.inference.linear_algebra import power_iteration
+from bayesformer.laws import Diagonal, GaussianLaw
+from bayesformer.train.coordinates import POWER, RISE, Coordinates
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.mode_doubts import of_prior
 
@@ -117,7 +118,9 @@ def arrival_doubts(found: Arrival, largest: float, variational: bool = True, net
         )
         return [Doubt("draws", sentence, found.rise, FAR)]
     far, grows = found.mean_step / max(largest, 1.0) ** 0.5, abs(found.growth) - ERRORS * found.growth_error
-    if not variational or (far <= MOVES and grows <= GROWS):
+    if not variational:
+        return [] if network else of_mean(far)
+    if far <= MOVES and grows <= GROWS:
         return []
     sentence = (
         f"The evidence lower bound still rises: the mean has at least {far:.2g} standard deviations to go, and their "
@@ -127,6 +130,33 @@ def arrival_doubts(found: Arrival, largest: float, variational: bool = True, net
     sentence += wider if network else "Give it more epochs."
     value, threshold = (far, MOVES) if far > MOVES else (found.growth, GROWS)
     return [Doubt("elbo", sentence, value, threshold)]
+
+
+def of_mean(far: float) -> list[Doubt]:
+    """A doubt where the mean of a skewed posterior is more than .3 standard deviations from the mode."""
+    if not far > MOVES:
+        return []
+    sentence = (
+        f"The posterior is skewed: its mean is about {far:.2g} standard deviations from its mode, where this Gaussian "
+        "stands. Where the mean matters use Vi(), Vi(kind='dense') or Sghmc(), which find it."
+    )
+    return [Doubt("mean", sentence, far, MOVES)]
+
+
+def skewness(batch: FullBatch, law: GaussianLaw, temperature: float, seed: int) -> float | None:
+    """How far the mean of the posterior is from the mode that the law is around, in standard deviations.
+
+    Of models whose outputs are linear in their weights, where gradients of all data are cheap; None for others. The
+    standard deviations of a diagonal law are narrower than the posterior's, by at most the root of the largest
+    curvature in their units.
+    """
+    if not (temperature > 0 and law.blocks and batch.is_objective and batch.is_cheap and batch.is_linear()):
+        return None
+    found, largest = arrival(batch, law, batch.prior.precision(law.mean), temperature, seed), 1.0
+    if all(isinstance(block, Diagonal) for block in law.blocks):
+        times = batch.hessian(law.mean)
+        largest = power_iteration(lambda v: law.sd * times(law.sd * v), law.mean, iterations=POWER).value / temperature
+    return found.mean_step / max(largest, 1.0) ** 0.5
 
 
 def gaussian_doubts(

@@ -34,7 +34,7 @@ PRODUCTS = 6  # for each of these, at most: standard deviations then are .3 % to
 RESIDUAL = 0.05  # of conjugate gradients, over ∇f; the error of the variance is about its square
 NARROW = 0.3  # s of diagonal fits: .40 to .50 where inputs have condition 10, .48 to .62 logistic, .03 to .19 at 1000
 LEAST = 0.1  # of an output's precision that is not its own target's
-NUMBERS = 2**22  # of all gradients; that forward passes of all data may make where there is no matrix, for 10 ms each
+NUMBERS = 2**22  # of all gradients
 
 
 def compared_with_full(
@@ -91,7 +91,7 @@ def output_spread(
             return None
         if cheap_matrix(batch, linear=True):
             precision = precision_at(batch, theta)
-    if precision is None and batch.prototype.example_numbers * batch.prototype.problem.num_data > NUMBERS:
+    if precision is None and not batch.is_cheap:
         return None
     if OUTPUTS * batch.size > NUMBERS:
         return None
