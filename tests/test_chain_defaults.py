@@ -12,7 +12,7 @@ from bayesformer.core.vectors import THETA
 from bayesformer.inference import baoab, schedules, sghmc, sgld, sgnht, whitened
 from bayesformer.laws import Dense, Diagonal
 from bayesformer.methods import build_method, chain_run, langevin_checks
-from bayesformer.methods.langevin_checks import of_temperature
+from bayesformer.methods.langevin_checks import HOT, of_temperature
 from bayesformer.methods.pace import Pace, langevin_pace, momentum_pace, thermostat_pace
 from bayesformer.train.collect import Collect
 from bayesformer.train.coordinates import Coordinates
@@ -202,9 +202,9 @@ def test_a_network_is_not_sampled_around_its_mode_in_silence():
 
 
 def test_a_hot_chain_says_so():
-    assert of_temperature(1.3) == []
-    assert of_temperature(None) == []
-    assert "larger batches" in of_temperature(2.0)[0].sentence
+    assert of_temperature(1.3, HOT) == []
+    assert of_temperature(None, HOT) == []
+    assert "larger batches" in of_temperature(2.0, HOT)[0].sentence
 
 
 @pytest.mark.parametrize("name", ["sgld", "sghmc", "baoab"])

@@ -47,7 +47,7 @@ def tables():
     yield fidelity_cost.overview(stored("fidelity"))
     yield checking.table()
     yield accuracy.table(accuracy.stored_rows(RESULTS / "accuracy", list(accuracy.CASES)))
-    yield trained_accuracy.table(list(trained_accuracy.stored(RESULTS / "accuracy").values()))
+    yield trained_accuracy.table(list(trained_accuracy.stored(RESULTS / "accuracy" / trained_accuracy.STORED).values()))
     yield text_page.section(RESULTS)
 
 

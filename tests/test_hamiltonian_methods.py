@@ -167,7 +167,7 @@ def test_a_subset_is_sampled_and_the_others_stay():
         method=bf.Hmc(**SHORT, subset="net.3.*", max_leapfrogs=10),
         training=quick,
     )
-    spread = posterior.space.views(posterior.theta[:8].std(0))
+    spread = posterior.space.views(posterior.theta.unflatten(0, (2, 8)).std(1).amax(0))  # a short chain may stand still
     assert all(bool((s > 0).all()) == name.startswith("net.3") for name, s in spread.items())
 
 

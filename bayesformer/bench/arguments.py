@@ -11,7 +11,7 @@ from bayesformer.version import __version__
 EPILOG = """\
 examples:
   bayesformer demo
-      seven methods on two toy series and on handwritten digits, in a few minutes
+      what every method leaves open, on a curve, a series and handwritten digits, in a few minutes
   bayesformer list --settings
       tasks, methods and every setting of theirs
   bayesformer run 'toy/*' --methods mle,ensemble --seeds 5 --workers 2

@@ -110,6 +110,8 @@ def power_iteration(
     """
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1; got {iterations}.")
+    if start is not None and not float(start.norm()) > 0:
+        raise ValueError("start must be a direction, a vector with a length; got zeros or NaN.")
     v = _random_direction(like, seed) if start is None else start / start.norm()
     for done in range(1, iterations + 1):
         forward = product(v)

@@ -129,6 +129,11 @@ class CurvatureProducts:
             outputs = self._outputs(inputs_to(inputs, self.theta.device))
             return outputs.detach() + self._forward(outputs, self._checked(v))
 
+    def tangent(self, inputs: Inputs, v: Tensor) -> Tensor:
+        """(B, ..., K): J v, how the outputs on any inputs change as θ moves along v."""
+        with self._pass():
+            return self._forward(self._outputs(inputs_to(inputs, self.theta.device)), self._checked(v))
+
     def transposed(self, inputs: Inputs, u: Tensor) -> Tensor:
         """(P,): Jᵀ u, the gradient of Σ u · f(x, θ) in the weights, for u (B, ..., K) in the shape of the outputs."""
         with self._pass():

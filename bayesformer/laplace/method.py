@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from bayesformer.core.ambient_autocast import without_autocast
 from bayesformer.core.doubts import recorded, warn_of, with_doubts
+from bayesformer.core.errors import unknown_name
 from bayesformer.core.memory import total_memory
 from bayesformer.core.progress import bars
 from bayesformer.core.rules import above, check_ranges, either, one_of, whole
@@ -23,6 +25,7 @@ from bayesformer.laplace.choosing import Tuned, quadratic, tune
 from bayesformer.laplace.earlier import posterior_after, trained_mode
 from bayesformer.laplace.estimate import Curvature, estimate
 from bayesformer.laplace.mode_search import FoundMode, inferred, mode_doubts, nearest_mode, normal, output_numbers
+from bayesformer.laplace.predictive_doubts import of_choice, of_predictions
 from bayesformer.laws import GaussianLaw
 from bayesformer.likelihoods import Likelihood, as_likelihood, links
 from bayesformer.likelihoods.links import Link
@@ -41,20 +44,27 @@ from bayesformer.train.rounding import rounding_facts
 
 STRUCTURES = ("auto", "kron", "diag", "full", "block", "low_rank", "subnetwork", "last_layer")
 NAMED = ("auto", "marglik", "validation")  # ways to choose the prior's precision
-MATRICES = 3  # of P by P numbers that a full curvature has in memory: itself, its eigenvectors, a factor
+MATRICES = 5  # of P by P numbers in float64 that a full curvature has in memory: itself, its eigenvectors, factors
+LONG = 4000  # weights above which its eigenvectors take minutes, which is said
 SMALL = 2000  # weights up to which the last layer has one dense block
 
 
 def refuse_matrix(size: int, prototype: Prototype) -> None:
     """An error where a matrix over all weights, and its factors, would not fit in half of the memory."""
     there = total_memory(prototype.skeleton.device)
-    takes = MATRICES * size * size * prototype.space.dtype.itemsize
+    takes = MATRICES * size * size * 8
     if takes > there / 2:
         raise ValueError(
             f"laplace.structure must not be 'full' for {size} weights, whose matrix and its factors take "
             f"{takes / 2**30:.1f} GiB, more than half of {there / 2**30:.1f} GiB. Use 'kron', 'diag' or 'low_rank', or "
             "a smaller subset."
         )
+    if size > LONG:
+        log.warning("laplace.structure='full' decomposes a matrix over %d weights, which takes minutes; 'kron' seconds",
+                    size)  # fmt: skip
+
+
+log = logging.getLogger("bayesformer")
 
 
 @dataclass(frozen=True)
@@ -273,7 +283,9 @@ class Laplace:
         if self.per == "one":
             about = output_numbers(self, prototype, result.law, mode, normal(chosen), 1 / float(at.scale(tuned.sigma)))
             doubts, numbers = doubts + about[0], numbers | about[1]
-        return replace(result, facts=with_doubts({**facts, **made, **numbers, **recorded(doubts)}, result.doubts))
+        whole = {**facts, **made, **numbers}
+        doubts += of_choice(resolved, tuned) + of_predictions(replace(result, facts=whole), prototype)
+        return replace(result, facts=with_doubts(whole | recorded(doubts), result.doubts))
 
     def estimate(self, prototype: Prototype, mode: Start, seed: int = 0, index: Tensor | None = None) -> Curvature:
         """The curvature at the mode; `index` are the weights of a subnetwork that is chosen already."""
@@ -338,7 +350,16 @@ def laplace(
         progress: show progress bars; by default on a terminal.
         settings: of `Laplace`: structure, subset, prior_precision, predictive, link and the others.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a module that is trained already; got {type(model).__name__}. bf.fit(model, data, "
+            "method=Laplace()) trains one that a function builds."
+        )
     check_eval(model, "dropout and running averages would make curvature random")
+    names = [setting.name for setting in fields(Laplace)]
+    for name in settings:
+        if name not in names:
+            raise unknown_name("setting of laplace", name, names)
     method, known = Laplace(**settings), as_likelihood(likelihood)
     with bars(progress) as reporter:
         held = None if validation is None else as_batches(validation, "validation")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 SEPARATES = ("kron", "full", "block", "last_layer", "subnetwork")
 """structures whose draws tell a network from a linear model; diagonal ones do not"""
-COMPARED = ("kron", "diag", "last_layer")  # structures whose outputs are compared with those of a dense matrix
 ONE_MODE = (
     "A Gaussian around one mode of a network is not its posterior: linearised, it had .5 to .8 of a small network's "
     "spread between and outside the data, and several times too much where the mode was not found. Where that matters "
@@ -121,9 +120,8 @@ def output_numbers(
     inner = _within(law, part.place)
     if inner is None:
         return [], {}
-    batch, doubts, numbers = full_batch(part, prior), [], {}
-    if method.structure in COMPARED:
-        doubts, numbers = compared_with_full(batch, part.starts[0].theta, inner, temperature=temperature)
+    batch = full_batch(part, prior)
+    doubts, numbers = compared_with_full(batch, part.starts[0].theta, inner, temperature=temperature)
     shift = skewness(batch, inner, temperature, prototype.problem.seed)
     if shift is not None:
         doubts, numbers = doubts + of_mean(shift), numbers | {"mean_shift": shift}

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bayesformer.core.doubts import Doubt, recorded, warn_of
 from bayesformer.core.memory import room_for
@@ -22,7 +22,15 @@ from bayesformer.methods.pace import MOST_EPOCHS, Pace
 from bayesformer.posterior import Posterior
 from bayesformer.predict.self_check import of_output_worth, worth_of_outputs
 from bayesformer.train.collect import Collect
-from bayesformer.train.coordinates import FEW, Coordinates, at_joint_mode, centred, find_coordinates, polished
+from bayesformer.train.coordinates import (
+    FEW,
+    Coordinates,
+    at_joint_mode,
+    centred,
+    determined_shares,
+    find_coordinates,
+    polished,
+)
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.members import BuildTransform, Fitted, Stage, facts_of, fit_stage
 from bayesformer.train.mode_doubts import of_mode
@@ -262,7 +270,8 @@ def plain_chains(run: ChainRun) -> Posterior:
         training = shortened(run.problem.training, training.epochs / run.problem.training.epochs)
     fitted = fit_stage(run.stage(part, training, PlainBuild(method)), run.chains)
     more = {} if decrement is None else {"decrement": decrement}
-    return run.posterior(part, fitted, of_mode(decrement) + langevin_checks.of_draws(run, fitted), **more)
+    doubts = of_mode(decrement) + langevin_checks.of_cycles(run) + langevin_checks.of_draws(run, fitted)
+    return run.posterior(part, fitted, doubts, **more)
 
 
 def network_epochs(run: ChainRun) -> int:
@@ -292,11 +301,12 @@ def whitened_chains(run: ChainRun, found: Coordinates, recipe: int | None = None
     training = training.evened(run.problem.num_data)
     before = langevin_checks.before(run, found, pace, training.epochs) + langevin_checks.of_thermostat(run, found, pace)
     warn_of(before)
-    fitted = fit_stage(run.stage(part, training, WhitenedBuild(method, found.root, pace)), run.chains)
+    shares = determined_shares(found)
+    fitted = fit_stage(run.stage(part, training, WhitenedBuild(method, found.root, pace, shares)), run.chains)
     doubts = of_mode(found.decrement) + before + langevin_checks.of_draws(run, fitted, pace)
     made = {"step": pace.step, "friction": pace.friction, "time_per_epoch": pace.time, "epochs": training.epochs}
-    heat = langevin_checks.judged_temperature(run, part, fitted)
-    doubts += langevin_checks.of_temperature(heat)
+    heat, limit = langevin_checks.judged_temperature(run, part, fitted, found.root, shares)
+    doubts += langevin_checks.of_temperature(heat, limit)
     return run.posterior(part, fitted, doubts, coordinates={**found.facts, **made, "temperature": heat})
 
 
@@ -341,10 +351,12 @@ class WhitenedBuild:
     method: Chains
     root: Root
     pace: Pace
+    shares: Tensor | None
+    """how much each axis counts in the temperature"""
 
     def __call__(self, log_joint: LogJoint, training: Training, steps: int, num_data: int) -> Transform:  # noqa: ARG002
         """The sampler in φ, seen from θ."""
         step, friction = self.pace.units(num_data)
         lr, temperature = scheduled(self.method, step, num_data, steps)
         make = partial(self.method.transform, lr=lr, temperature=temperature, friction=friction)
-        return whitened.build(log_joint, self.root, make, round(self.method.burn_in * steps))
+        return whitened.build(log_joint, self.root, make, round(self.method.burn_in * steps), self.shares)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bayesformer.core.doubts import Doubt
 from bayesformer.core.seeds import generator
+from bayesformer.inference.affine import Root
 from bayesformer.inference.diagnostics import effective_sample_size
 from bayesformer.inference.whitened import WhitenedState, configuration
 from bayesformer.methods.pace import Pace
@@ -25,7 +26,9 @@ FEWEST = 10.0  # independent draws that a forecast must promise
 SLOWEST = 3.0  # of them along the direction that the data determine least
 WORTH = 8.0  # effective draws, median over weights: below, 83 % of slow chains and 2 % of good ones
 HOT = 1.6  # configurational temperature: above, all chains that batches heated and no good one
-LOOKS = 24  # draws at which gradients of all data decide about it, one epoch each
+WARM = 1.2  # above which gradients of all data decide, which measure the variance itself:
+HOT_BY_ALL, ERRORS = 1.35, 3  # a limit for standard deviations 1.16 times too wide, or so many standard errors
+LOOKS, MOST_LOOKS, NUMBERS = 24, 100, 400  # draws at which they are taken, one epoch each: more for few axes
 LOOKED_AT = 256  # weights whose draws are looked at
 COLD = 0.9  # of the variance, in the direction that a thermostat cools most
 ENOUGH = 20  # kept draws of a chain below which they cannot tell
@@ -34,7 +37,7 @@ ENOUGH = 20  # kept draws of a chain below which they cannot tell
 def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[Doubt]:
     """What the forecast says before a chain runs: too short, or with directions that it cannot reach."""
     if run.method.temperature == 0 or run.method.cycles:
-        return []
+        return of_cycles(run)
     kept = (1 - run.method.burn_in) * epochs * run.chains
     typical = kept / pace.integrated()
     if found.regime == "network":
@@ -65,6 +68,20 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
             )
         )
     return doubts
+
+
+def of_cycles(run: ChainRun) -> list[Doubt]:
+    """What draws from the ends of cycles are not."""
+    if not run.method.cycles or run.method.temperature == 0:
+        return []
+    return [
+        Doubt(
+            "cycles",
+            "Draws are kept at the ends of cycles, where steps are smallest, and so have the spread of these steps: "
+            ".05 to .4 of the posterior's on linear regressions. Leave cycles at 0 for the posterior around a mode; "
+            "for several modes use chains, or an Ensemble().",
+        )
+    ]
 
 
 def coldest(found: Coordinates, pace: Pace, scatter: Tensor) -> float:
@@ -165,27 +182,49 @@ def temperature(run: ChainRun, fitted: Fitted) -> float | None:
     return float(torch.cat([configuration(state).reshape(-1) for state in states]).double().mean() / asked)
 
 
-def judged_temperature(run: ChainRun, part: SubsetStage, fitted: Fitted) -> float | None:
-    """The same; above its limit by gradients of all data at some draws, where these can be had.
+def judged_temperature(
+    run: ChainRun, part: SubsetStage, fitted: Fitted, root: Root, shares: Tensor | None
+) -> tuple[float | None, float]:
+    """The same, and the limit it is held to; where it may be too high by gradients of all data at some draws.
 
     A chain has moved by the noise of batches that it meets again in the same epoch. Where that noise is large (targets
     scatter more than the likelihood says) the gradients of batches find it hotter than it is: 1.9 instead of 1.3.
+    Gradients of all data measure the variance itself, in units of the posterior's, and can be held to less.
+
+    Args:
+        run: whose log joint it is.
+        part: the weights that were sampled.
+        fitted: the chains.
+        root: W of their coordinates.
+        shares: how much each axis of W counts; None: all alike.
     """
     heat, draws = temperature(run, fitted), fitted.draws
-    if heat is None or not heat > HOT or draws is None or draws.shape[1] < ENOUGH:
-        return heat
-    products, every = [], max(1, draws.shape[0] * draws.shape[1] // LOOKS)
+    if heat is None or not heat > WARM or draws is None or draws.shape[1] < ENOUGH:
+        return heat, HOT
+    size = draws.shape[-1]
+    counted = torch.ones_like(draws[0, 0]) if shares is None else shares
+    number = float(counted.sum()) ** 2 / float(counted.square().sum())  # of axes that count
+    looks = int(min(MOST_LOOKS, max(LOOKS, NUMBERS / number)))
+    inverse = None if shares is None else torch.linalg.inv(root.colour(torch.eye(size).to(draws)).mT.double())  # W⁻¹
+    products, every = [], max(1, draws.shape[0] * draws.shape[1] // looks)
     for chain, own in enumerate(draws):  # (S, P)
         batch, mean = full_batch(part, run.method.prior, chain), own.mean(0)
         if not batch.is_objective:
-            return heat
-        products += [float((theta - mean).double() @ batch.slope(theta)[1].double()) for theta in own[::every]]
-    return sum(products) / (len(products) * draws.shape[-1] * run.method.temperature)
+            return heat, HOT
+        for theta in own[::every]:
+            away, slope = (theta - mean).double(), batch.slope(theta)[1]
+            if inverse is None:
+                products.append(float(away @ slope.double()) / size)
+                continue
+            weighed = counted.double() * (inverse @ away) * root.times_root(slope).double()
+            products.append(float(weighed.sum() / counted.sum()))
+    error = (2 / (len(products) * number)) ** 0.5  # of independent draws
+    return sum(products) / (len(products) * run.method.temperature), max(HOT_BY_ALL, 1 + ERRORS * error)
 
 
-def of_temperature(heat: float | None) -> list[Doubt]:
+def of_temperature(heat: float | None, limit: float) -> list[Doubt]:
     """Whether the noise of the batches has heated the chains."""
-    if heat is None or not heat > HOT:
+    if heat is None or not heat > limit:
         return []
     return [
         Doubt(
@@ -193,6 +232,6 @@ def of_temperature(heat: float | None) -> list[Doubt]:
             f"The chain ran at {heat:.1f} times its temperature, heated by the noise of its batches: its spread is too "
             "wide. Use larger batches (training.batch_size).",
             heat,
-            HOT,
+            limit,
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from bayesformer.predict.token_reduction import drawn_in_groups, empty_reduction
 
 if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
+
+log = logging.getLogger("bayesformer")
 
 
 def gaussian_outputs(posterior: Posterior, data: InputBatches, request: Request) -> Outputs:
@@ -81,7 +84,9 @@ def _calibration(posterior: Posterior, data: InputBatches, request: Request) -> 
     found = posterior.known_calibration
     if found is None and posterior.examples is None:
         rows = ROWS if request.settings is None else request.settings.outputs
-        return calibrate_on(posterior, data.first(INPUTS), rows)
+        made = calibrate_on(posterior, data.first(INPUTS), rows)
+        _say_uncalibrated(posterior, made)
+        return made
     if found is None:
         found = posterior.known["calibration"] = calibrate_on(posterior, posterior.examples)
         warn_of(found.doubts)
@@ -89,6 +94,19 @@ def _calibration(posterior: Posterior, data: InputBatches, request: Request) -> 
     if found.rule == "leading" and rows != found.rows:
         return _calibration_with(posterior, data, rows)
     return found
+
+
+def _say_uncalibrated(posterior: Posterior, made: Calibration) -> None:
+    """Say once that every call makes a calibration of its own, and what the first one found."""
+    if "uncalibrated" in posterior.known:
+        return
+    posterior.known["uncalibrated"] = True
+    log.warning(
+        "this posterior has no calibration of streamlined prediction, and keeps no training inputs to make one: every "
+        "call makes its own on the inputs it is given, so that answers depend on these and take longer. "
+        "posterior.calibrated(data) makes one for all calls; a posterior that was calibrated before save() has it."
+    )
+    warn_of(made.doubts)
 
 
 def _calibration_with(posterior: Posterior, data: InputBatches, rows: int) -> Calibration:

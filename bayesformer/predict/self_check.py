@@ -169,7 +169,7 @@ def _gaussian(posterior: Posterior, law: GaussianLaw, data: Batches) -> list[Dou
         if not rise <= RISE:
             sentence = (
                 f"Draws of the weights raise the negative log joint {rise:.3g} times as much as a Gaussian's own: this "
-                "one is far too wide for the model. Use predictive='linearised', or Sghmc."
+                f"one is far too wide for the model. {_instead(posterior)}"
             )
             doubts.append(Doubt("regime", sentence, rise, RISE))
     return doubts + _predictions(posterior, data)
@@ -178,21 +178,12 @@ def _gaussian(posterior: Posterior, law: GaussianLaw, data: Batches) -> list[Dou
 def _predictions(posterior: Posterior, data: Batches) -> list[Doubt]:
     """How the predictive of draws compares with the network at the mean, and with the linearised network.
 
-    On few data even the exact posterior scores below its mean, by up to P/2 nats over all of them, and the linearised
-    network with it: what that loses is allowed for, up to ½ nat per example.
+    What the linearised network loses against its mean is allowed for, up to what the exact posterior of few data may.
     """
-    batch, doubts = data.first(EXAMPLES), []
-    mean = _log_likelihood(posterior, posterior.law.mean, [batch]) / len(batch.targets)
-    scored, linearised = (_score(posterior, batch, way) for way in ("sampled", "linearised"))
-    weights = sum(block.size for block in posterior.law.blocks)  # type: ignore[attr-defined]
-    allowed = 0.5 * min(1.0, temperature_in(posterior.facts) * weights / (data.num_data or 1))
-    limit = BELOW + min(max(mean - linearised, 0.0), allowed)
-    if mean - scored > limit:
-        sentence = (
-            f"Draws of the weights score {mean - scored:.2f} nats per example below the network at their mean. Use "
-            "predictive='linearised', or a narrower posterior."
-        )
-        doubts.append(Doubt("draws below the mean", sentence, mean - scored, limit))
+    batch = data.first(EXAMPLES)
+    linearised = _at_mean(posterior, batch) - _score(posterior, batch, "linearised")
+    allowed = min(max(linearised, 0.0), _allowed(posterior, data.num_data))
+    doubts = below_the_mean(posterior, batch, "sampled", allowed)
     sampled = posterior.outputs(batch.inputs, predictive="sampled")
     linear: Any = posterior.outputs(batch.inputs, predictive="linearised")
     assert isinstance(sampled, Draws)
@@ -204,6 +195,44 @@ def _predictions(posterior: Posterior, data: Batches) -> list[Doubt]:
         )
         doubts.append(Doubt("linearisation", sentence, ratio, APART))
     return doubts
+
+
+def below_the_mean(posterior: Posterior, batch: Batch, way: Way, allowed: float | None = None) -> list[Doubt]:
+    """A doubt where a predictive scores far below the network at the mean on examples that it was fitted to.
+
+    On few data even the exact posterior does, by up to P/2 nats over all of them: that is allowed for, up to ½ nat per
+    example.
+    """
+    loss = _at_mean(posterior, batch) - _score(posterior, batch, way)
+    limit = BELOW + (_allowed(posterior, posterior.facts.get("num_data")) if allowed is None else allowed)
+    if not loss > limit:
+        return []
+    what = "Draws of the weights" if way == "sampled" else f"Predictions ({way})"
+    sentence = (
+        f"{what} score {loss:.2f} nats per example below the network at their mean, on the training data. "
+        f"{_instead(posterior)}"
+    )
+    return [Doubt("draws below the mean", sentence, loss, limit)]
+
+
+def _allowed(posterior: Posterior, count: int | None) -> float:
+    """Nats per example that the exact posterior of so many weights may lose, at most ½."""
+    weights = sum(block.size for block in posterior.law.blocks)  # type: ignore[attr-defined]
+    return 0.5 * min(1.0, temperature_in(posterior.facts) * weights / (count or 1))
+
+
+def _at_mean(posterior: Posterior, batch: Batch) -> float:
+    return _log_likelihood(posterior, posterior.law.mean, [batch]) / len(batch.targets)
+
+
+def _instead(posterior: Posterior) -> str:
+    """What to use where a Gaussian is too wide: the linearised network, if that is not what it predicts with."""
+    if posterior.predictive == "sampled":
+        return "Use predictive='linearised', a narrower posterior, or Sghmc()."
+    return (
+        "The Gaussian at the mode is too wide for these data: choose the prior's precision on validation data "
+        "(prior_precision='validation'), or use Vi() or Sghmc()."
+    )
 
 
 def _score(posterior: Posterior, batch: Batch, way: Way) -> float:

@@ -17,8 +17,12 @@ ENOUGH_STEPS = 20  # below which nothing can be told; of parts of epochs as well
 SHARE = 0.02  # of the whole rise that may still be gained
 
 
-def has_converged(history: Sequence[Mapping[str, list[Any]]], steps: int, member: int, stopped: bool) -> bool | None:
-    """Whether the training of one member has converged; None if nothing can be told: fewer than 20 steps.
+def has_converged(
+    history: Sequence[Mapping[str, list[Any]]], steps: int, member: int, stopped: bool, warm_up: int = 0
+) -> bool | None:
+    """Whether the training of one member has converged; None if nothing can be told.
+
+    That is of fewer than 20 steps, or of no more than those in which the rate still rose (`warm_up`).
 
     True if validation data stopped improving (`stopped`). Otherwise a line is fitted by least squares to the last two
     fifths of the log joints: of epochs (three at least), or of parts of epochs where there are one or two. The run has
@@ -27,7 +31,7 @@ def has_converged(history: Sequence[Mapping[str, list[Any]]], steps: int, member
     """
     if stopped:
         return True
-    if steps < ENOUGH_STEPS:
+    if steps < ENOUGH_STEPS or steps <= warm_up:
         return None
     values = [epoch["log_joint"][member] for epoch in history]
     if len(values) < ENOUGH:

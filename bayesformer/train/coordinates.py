@@ -92,6 +92,15 @@ def find_coordinates(
     return _Search(batch, part.starts[chain].theta, kind, test, dense_up_to).found()
 
 
+def determined_shares(found: Coordinates) -> Tensor | None:
+    """(P,): how much of the precision along each axis of W is the data's, 1 - (Wᵀ Π W)_qq; None above 2000 weights."""
+    size = len(found.center)
+    if size > DENSE:
+        return None
+    rows = found.root.times_root(torch.diag(found.prior_precision.sqrt()))  # Π^½ W
+    return (1 - rows.square().sum(0)).clamp(SMALLEST, 1)
+
+
 def polished(part: SubsetStage, prior: PriorSetting | None, chain: int = 0) -> tuple[SubsetStage, float | None]:
     """The stage with one chain nearer to its mode by Gauss-Newton steps, and the decrement δ that is left.
 
@@ -264,4 +273,14 @@ class _Search:
         return max(found.value, SMALLEST)
 
 
-__all__ = ["DENSE", "FEW", "Coordinates", "centred", "find_coordinates", "full_batch", "polished", "refuse_too_large"]
+__all__ = [
+    "DENSE",
+    "FEW",
+    "Coordinates",
+    "centred",
+    "determined_shares",
+    "find_coordinates",
+    "full_batch",
+    "polished",
+    "refuse_too_large",
+]

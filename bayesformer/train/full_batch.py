@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bayesformer.core.effort import note
 from bayesformer.core.seeds import fold, generator
-from bayesformer.core.types import Batch
+from bayesformer.core.types import Batch, Inputs
 from bayesformer.data import Batches, as_batches
 from bayesformer.data.in_memory import Data
 from bayesformer.data.inputs import parts_of
@@ -203,6 +203,10 @@ class FullBatch:
                 self.epochs += 1 / made.problem.num_data
         rows = torch.stack(found) if found else theta.new_zeros(0, len(theta))
         return rows, torch.tensor(curved, dtype=torch.float64, device=theta.device)
+
+    def tangent(self, theta: Tensor, inputs: Inputs, v: Tensor) -> Tensor:
+        """(B, ..., K): J v, how the outputs on some inputs change as θ moves along v."""
+        return self._products(theta, self.data).tangent(inputs, v)
 
     def _products(self, theta: Tensor, data: Batches) -> CurvatureProducts:
         self.shell.load(theta)

@@ -1,10 +1,10 @@
 """Whether the outputs are linear in the weights as far as a Gaussian over the weights reaches.
 
-    ratio = √( Σ_k (f(μ + Δ_k) - f(μ))² / Σ_k (J Δ_k)² ),    J Δ = (f(μ + εΔ) - f(μ - εΔ)) / 2ε
+    ratio = √( Σ_k (f(μ + Δ_k) - f(μ))² / Σ_k (J Δ_k)² )
 
-over draws Δ_k of the Gaussian around its mean μ, the median over outputs of a few examples. The same draws are in both
-sums, so that their noise is not in the ratio. Where it is far from 1, sampled and linearised predictions differ, and
-at least one of them is wrong.
+over draws μ + Δ_k of the Gaussian, J the Jacobian at its mean μ, the median over outputs of a few examples. The same
+draws are in both sums, so that their noise is not in the ratio. Where it is far from 1, sampled and linearised
+predictions differ, and at least one of them is wrong.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from bayesformer.train.full_batch import FullBatch
 
 DRAWS, EXAMPLES = 8, 32
 NUMBERS = 2**24  # of a forward pass of all examples, at most: fewer of a large model are taken
-STEP = 0.02  # ε
-VISIBLE = 1e-3  # of the outputs' size: smaller standard deviations are lost in float32's rounding of f(μ ± εΔ)
+VISIBLE = 1e-5  # of the outputs' size: smaller deviations are lost in float32's rounding of f(μ + Δ) - f(μ)
 APART, HUGE = 2.0, 1e30
 
 
@@ -40,7 +39,7 @@ def linearised_spread(batch: FullBatch, law: GaussianLaw, seed: int) -> float | 
     for draw in range(DRAWS):
         away = law.row(draw, seed) - law.mean
         moved += (outputs(law.mean + away) - middle).square()
-        straight += ((outputs(law.mean + STEP * away) - outputs(law.mean - STEP * away)) / (2 * STEP)).square()
+        straight += made.likelihood.identified(batch.tangent(law.mean, examples.inputs, away).double()).square()
     seen = (straight / DRAWS).sqrt() > VISIBLE * middle.square().mean().sqrt()
     ratio = (moved / straight).sqrt()[seen].nan_to_num(HUGE, HUGE)  # outputs of draws may overflow
     return float(ratio.median()) if len(ratio) else None

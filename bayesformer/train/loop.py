@@ -319,6 +319,7 @@ def _buffers(job: Job) -> Params:
 
 def _result(run: TrainingRun, job: Job) -> Trained:
     members, alone = len(job.members), run.theta.dim() == 1
+    rising = 0 if job.training.schedule == "constant" else job.training.warmup
     theta = run.theta if run.best_theta is None else run.best_theta
     buffers = _buffers(job) if run.best_theta is None else run.best_buffers
     draws = torch.stack(run.draws, -2) if run.draws else None  # (S, P) or (L, S, P)
@@ -332,7 +333,7 @@ def _result(run: TrainingRun, job: Job) -> Trained:
         epochs=run.epoch,
         steps=run.total,
         seconds=run.elapsed,
-        converged=[has_converged(run.history, run.total, i, bool(run.stopped[i])) for i in range(members)],
+        converged=[has_converged(run.history, run.total, i, bool(run.stopped[i]), rising) for i in range(members)],
         draws=draws[None] if draws is not None and alone else draws,
         draw_buffers={name: value.expand(members, *value.shape) for name, value in kept.items()},
         state=run.state,

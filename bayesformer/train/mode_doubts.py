@@ -55,7 +55,8 @@ def of_training(converged: Sequence[bool | None]) -> list[Doubt]:
     found = (
         "not been trained to the end: the objective still rose when training stopped. Raise"
         if unsettled
-        else "been trained for fewer than 20 steps, too few to tell whether the objective still rises. Raise"
+        else "been trained for too few steps (fewer than 20, or than training.warmup) to tell whether the objective "
+        "still rises. Raise"
     )
     return [Doubt("training", f"{who} {found} training.epochs or training.lr.", unsettled + unknown, 0)]
 

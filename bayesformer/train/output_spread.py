@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bayesformer.core.doubts import Doubt
 from bayesformer.inference.linear_algebra import conjugate_gradients
-from bayesformer.laws import Dense, Diagonal, GaussianLaw, KroneckerBasis
+from bayesformer.laws import Dense, Diagonal, GaussianLaw
 from bayesformer.model.space import Space
 from bayesformer.train.full_batch import FullBatch
 from bayesformer.train.metric import kronecker_root, precision_at
@@ -103,9 +103,9 @@ def output_spread(
 
 
 def _is_compared(law: GaussianLaw) -> bool:
-    """Whether a law leaves out how weights of different blocks, or within one, vary together."""
-    whole = len(law.blocks) == 1 and isinstance(law.blocks[0], Dense)
-    return bool(law.blocks) and not whole and all(isinstance(b, (Diagonal, KroneckerBasis, Dense)) for b in law.blocks)
+    """Whether a law leaves something of a dense matrix over all weights out."""
+    whole = len(law.blocks) == 1 and isinstance(law.blocks[0], Dense) and law.blocks[0].size == law.size
+    return bool(law.blocks) and not whole
 
 
 def _own(law: GaussianLaw, rows: Tensor, curved: Tensor, temperature: float) -> Tensor:
@@ -174,7 +174,7 @@ def of_outputs(ratio: float | None) -> list[Doubt]:
         return []
     sentence = (
         f"Outputs near the data have {ratio:.2f} of the standard deviation that the full curvature gives them, since "
-        "this Gaussian leaves out how the weights vary together; elsewhere they may be off the other way. Use "
-        "Vi(kind='dense'), Laplace(structure='full') or, for many weights, Sghmc()."
+        "this Gaussian leaves out how the weights vary together, or (low_rank, subnetwork) most directions; elsewhere "
+        "they may be off the other way. Use Vi(kind='dense'), Laplace(structure='full') or, for many weights, Sghmc()."
     )
     return [Doubt("outputs", sentence, ratio, LOW if ratio < LOW else HIGH)]

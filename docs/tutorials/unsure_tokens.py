@@ -80,7 +80,7 @@ for prompt, text, unsure in zip(prompts, found.text, found.mean("epistemic").tol
 # %% [markdown]
 # It has learned the manner of the manual, numbered paragraphs included. It has learned it so hard that the capital of
 # France is gone: before this training it went on with "Paris". And its uncertainty does not show that: all four draws
-# forgot it together, and 0.05 nats per token are no more than elsewhere. Draws that share their data share their
+# forgot it together, and 0.06 nats per token are hardly more than elsewhere. Draws that share their data share their
 # mistakes.
 #
 # ## Token by token

@@ -37,7 +37,8 @@ def belief(report: Report) -> Html | None:
 def _words(known: bool) -> str:
     checks = (
         "Every fit ends with cheap checks of its own: what they found is a reason to doubt the method's uncertainty, "
-        "whatever its score. “Nothing found” is no proof, and “not checked” means that the method has no check."
+        "whatever its score. “Nothing found” is no proof, and “not checked” means that nothing but "
+        "the end of training was looked at, which had come to rest."
     )
     distance = (
         " The distance is to a posterior that is known (exactly, or by a very long chain), in its own standard "
@@ -63,7 +64,7 @@ def _found(runs: Sequence[Result]) -> Iterator[Child]:
     checked = [r for r in runs if isinstance(r.get(CHECKS), list)]
     earlier = [r for r in runs if CHECKS not in r]  # stored with the names of doubts alone, or before there were any
     found = _by_check([r[CHECKS] for r in checked] + [[{"check": n} for n in _listed(r, NAMES)] for r in earlier])
-    total = len(checked) + sum(bool(_listed(r, NAMES)) for r in earlier)
+    total = len(runs) - len(earlier) + sum(bool(_listed(r, NAMES)) for r in earlier)
     for check, sentences in found.items():
         said = next((s for s in sentences if s), f"the check “{check}” found something; its sentence was not stored.")
         yield tag("p", tag("strong", f"{len(sentences)} of {count(total, 'fit')} "), said, class_="doubt")

@@ -48,7 +48,8 @@ class DrawnPasses:
         """For each draw θ_k the signal at θ_k less that at the mean, and the same at θ* + step (θ_k - θ*), over step.
 
         The second is the tangent J (θ_k - θ*) for a small step, at the price of one forward pass; with a step of 1 it
-        is the first, and no pass is made for it.
+        is the first, and no pass is made for it. Of a very wide law the step is shorter still: a hundredth of the
+        length of the mean weights.
         """
         with self._mean_restored():
             for draw in range(draws):
@@ -57,8 +58,9 @@ class DrawnPasses:
                 if step == 1.0:
                     yield real, real
                 else:
-                    near = torch.lerp(self.law.mean, row, step)
-                    yield real, (self._at(near, inputs) - mean.signal) / step
+                    short = min(step, SHORT * float(self.law.mean.norm() / (row - self.law.mean).norm()) or step)
+                    near = torch.lerp(self.law.mean, row, short)
+                    yield real, (self._at(near, inputs) - mean.signal) / short
 
     def spread(self, deviation: Tensor) -> Tensor:
         """(..., C): what a deviation of the signal does to the outputs."""
@@ -109,5 +111,6 @@ class DrawnPasses:
                 self.shell.load(self.law.mean)
 
 
+SHORT = 0.01  # of the length of the mean weights, which a tangent's step is at most
 KEPT_NUMBERS = 2**24  # numbers of drawn weights that are kept, 64 MiB in float32
 RULE_SEED = 1_000_003  # of the draws that the rule makes on every batch; a calibration uses other ones

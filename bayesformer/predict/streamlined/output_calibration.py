@@ -73,10 +73,11 @@ class Calibration:
             found.append(
                 Doubt(
                     "linearisation",
-                    f"outputs under draws of the weights have {self.kappa:.2f} times the variance of the linearised "
-                    f"network (between {low} and {high} is expected): the posterior is too wide for a network that is "
-                    f"linear in its weights. Streamlined prediction takes {WIDE_DRAWS} draws instead, and "
-                    "predictive='linearised' is off by this factor; predictive='sampled' is not.",
+                    f"outputs under draws of the weights have {self.kappa:.2g} times the variance of the linearised "
+                    f"network (between {low} and {high} is expected): this Gaussian reaches beyond where the network "
+                    "is linear in its weights, and its ways of predicting disagree. Streamlined prediction follows the "
+                    f"draws, by {WIDE_DRAWS} of them. Where predictive='sampled' scores far below the network itself, "
+                    "as posterior.check(data) says, use predictive='linearised' or a larger prior precision.",
                     self.kappa,
                     limit,
                 )
