@@ -298,7 +298,13 @@ def alarms(rows: Sequence[Row]) -> str:
         lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
     false = [row for row in _right(rows) if _doubted(row)]
     missed = [row for row in _wrong(rows) if not _doubted(row)]
-    return "\n".join(lines) + _listed("False alarms", false) + _listed("Not caught", missed)
+    plain = [row for row in rows if bar_of(row["problem"]).holds({**row, "logits": None})]
+    literal = (
+        "\n\nBy errors and ratios to the family's best alone, outputs and exact spreads of single weights left aside, "
+        f"{len(plain)} fits are right and {sum(map(_doubted, plain))} of them doubted, most of these of diagonal "
+        "families at condition 1000 and on last layers, whose outputs or weights are off."
+    )
+    return "\n".join(lines) + _listed("False alarms", false) + _listed("Not caught", missed) + literal
 
 
 def _listed(what: str, rows: Sequence[Row]) -> str:

@@ -17,7 +17,7 @@ from bayesformer.data.in_memory import batch_to
 from bayesformer.laws import GaussianLaw
 from bayesformer.train.full_batch import FullBatch
 
-DRAWS, EXAMPLES = 8, 32
+DRAWS, EXAMPLES = 4, 32
 NUMBERS = 2**24  # of a forward pass of all examples, at most: fewer of a large model are taken
 VISIBLE = 1e-5  # of the outputs' size: smaller deviations are lost in float32's rounding of f(μ + Δ) - f(μ)
 APART, HUGE = 2.0, 1e30
