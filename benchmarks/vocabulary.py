@@ -71,7 +71,7 @@ def run(which: str, structure: str) -> None:
     )
     texts, tokens = PREDICTED[which]
     few = ids[:texts, :tokens]
-    prediction = posterior.predict({"input_ids": few, "attention_mask": torch.ones_like(few)})
+    prediction = posterior.predict({"input_ids": few, "attention_mask": torch.ones_like(few)}, full=True)
     assert prediction.probs.shape == (texts, tokens, OUTPUTS)  # type: ignore[attr-defined]
 
 

@@ -244,9 +244,12 @@ def test_a_step_that_is_too_long_is_followed_by_a_shorter_one_and_the_chain_stay
             return torch.zeros(1, len(self.mean), **make)
 
     theta, state = chain(Growing(size=6), 40, 2000, StiffSettings(1 / 400, 10.0, burn_in=500))
-    assert theta.isfinite().all()
-    assert float(state.measured.kinetic / state.measured.steps) < 3
-    assert float(state.control.largest) > float(torch.linalg.eigvalsh(Growing(size=6).precision).max()) / 8
+    assert float(state.measured.kinetic / state.measured.steps) < 2
+    precision = Growing(size=6).precision
+    exact = float(torch.linalg.eigvalsh(precision).max())
+    assert exact / 8 < float(state.control.largest) < 16 * exact  # a step that is far too short stands still
+    spread = theta[500:].std(0) / precision.inverse().diagonal().sqrt()
+    assert 0.5 < float(spread.median()) < 2
 
 
 def test_pure_and_in_place_steps_agree_and_pure_steps_keep_the_state():
@@ -281,3 +284,15 @@ def test_wrong_settings_are_refused():
         stiff_baoab.build(joint, torch.tensor([1.0, 0.0]), StiffSettings(1, 10))
     with pytest.raises(ValueError, match=r"params must be one vector .* got \{'theta': \(2, 3\)\}"):
         stiff_baoab.build(joint, torch.ones(3), StiffSettings(1, 10)).init({THETA: torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize("curvature", [1e6, math.inf])
+def test_steps_far_too_long_for_a_curvature_that_was_not_seen_are_undone(curvature):
+    """The products say 1: at h = 1 the first step would end 10⁶ times as far out as it began, or nowhere."""
+    blind = Quadratic(torch.full((200,), curvature, **make).diag(), largest=1.0)
+    blind.value_and_grad = lambda params, batch: (torch.zeros((), **make), None, {THETA: -curvature * params[THETA]})
+    transform = stiff_baoab.build(blind, torch.ones(200, **make), StiffSettings(temperature=1.0, longest=1))
+    state = transform.init({THETA: torch.full((200,), 0.01, **make)})
+    for _ in range(60):
+        state = transform.update(state, NONE)[0]
+        assert float(state.params[THETA].abs().max()) < 10

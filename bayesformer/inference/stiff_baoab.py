@@ -18,6 +18,8 @@ from bayesformer.inference.stiff_friction import StiffDirections, no_directions,
 FIRST_PRODUCTS = 3  # of the power iteration before the first step, from the stiffest direction of the scores
 SHORTEST = 5  # steps between gradients over all data
 BURSTING = 3.0  # mean of p² in one step that no stable chain reaches; it is 1, and fluctuates by √(2/P)
+VIOLENT = 30.0  # times that: the step leads to where no draw is, and is undone
+STIFFER, MUCH_STIFFER = 1.1, 2.0  # factors of λ after such steps
 HOT, COLD = 1.15, 1.05  # kinetic temperatures above and below which that period becomes shorter and longer
 SHRINK, GROW = 0.7, 1.15
 ENOUGH = 150  # weights whose mean p² over one period is looked at; of fewer, that over several periods
@@ -104,7 +106,8 @@ def build(log_joint: WholeLogJoint, scale: Tensor, settings: StiffSettings) -> T
     iteration on the current batch and of the largest λ_i, gives the step h = 1/√λ; the stiff directions and their
     friction γ_i = 2√λ_i come from scores at outputs that the model draws. That friction takes away the heat of the
     gradients' noise, which is proportional to the curvature, and leaves the target as it is. A step after which the
-    mean of p² is beyond 3 was too long: momenta are drawn anew, λ is doubled, the next gradient is over all data.
+    mean of p² is beyond 3 was too long: momenta are drawn anew, λ grows by a tenth, the next gradient is over all data.
+    Where it is beyond 90, the step is undone and λ is doubled.
 
     Every K steps the gradient is that over all data. The kinetic temperature, the mean of p² since the last one, moves
     K: above 1.15 it is multiplied by 0.7 (5 at least), below 1.05 by 1.15 (`longest` at most); it starts at half of
@@ -169,6 +172,7 @@ def update(
     value, outputs, gradient = _gradient(state, batch, log_joint, s)
     state.log_joint.copy_(value)
     h = 1 / math.sqrt(float(state.control.largest))
+    before = theta.clone()
     p.add_(gradient.mul_(scale), alpha=h / s.temperature)
     heat = torch.dot(p, p)
     theta.addcmul_(scale, p, value=h / 2)
@@ -176,16 +180,21 @@ def update(
     heat = (heat + torch.dot(p, p)) / (2 * len(p))
     theta.addcmul_(scale, p, value=h / 2)
     state.step.add_(1)
-    _note(state, heat, along, h, step >= s.burn_in)
-    if float(heat) > BURSTING + 10 * math.sqrt(2 / len(p)):
-        _calm(state)
+    stable = BURSTING + 10 * math.sqrt(2 / len(p))
+    violent = not float(heat) <= VIOLENT * stable  # or not a number
+    if violent:
+        theta.copy_(before)
+    else:
+        _note(state, heat, along, h, step >= s.burn_in)
+    if violent or float(heat) > stable:
+        _calm(state, MUCH_STIFFER if violent else STIFFER)
     return state, outputs
 
 
-def _calm(state: StiffState) -> None:
+def _calm(state: StiffState, stiffer: float) -> None:
     """After a step that was too long for a curvature that has grown: new momenta, a shorter step, a new snapshot."""
     state.momenta[THETA].copy_(normal_like(state.momenta[THETA]))
-    state.control.largest.mul_(2)
+    state.control.largest.mul_(stiffer)
     state.snapshot.age.fill_(-1)
 
 

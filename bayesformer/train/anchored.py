@@ -2,7 +2,9 @@
 
 A draw θ_a of the prior is the anchor, and the weights that minimise -Σ log p(y | x, θ) + ½ (θ-θ_a)ᵀ Π (θ-θ_a) are the
 start. For a linear model with Gaussian noise this spreads the starts as the prior does where the data say nothing
-(Pearce et al. 2020, without their noise on the targets); a mode has no spread there at all.
+(Pearce et al. 2020, without their noise on the targets); a mode has no spread there at all. The search begins at the
+weights that the model was built with, not at the anchor: at a draw of N(0, 1) a transformer is saturated, and some had
+not learned their data when the search ended.
 """
 
 from __future__ import annotations
@@ -147,16 +149,16 @@ def anchored_optima(
     temperature: float = 1.0,
     places: Sequence[slice] = (),
 ) -> Fitted:
-    """One optimum per start, each around its own draw of the prior, where it also begins.
+    """One optimum per start, which the search begins at, each around its own draw of the prior.
 
-    Dropout is off, as it is for chains. Running averages move, since at a draw of the prior they would be wrong.
-    Adapters begin, and are anchored, where they start: a draw of the prior would overwhelm the base that they adapt.
+    Dropout is off, as it is for chains. Running averages move, since they would be wrong so far from the start.
+    Adapters are anchored where they start: a draw of the prior would overwhelm the base that they adapt.
 
     Args:
         prototype: the model and its data.
         label: of the stage and its checkpoints.
         prior: over the inferred weights.
-        starts: their buffers, and the weights that a flat prior leaves as they are.
+        starts: weights and buffers to begin at; a weight whose prior is flat has no anchor.
         epochs: for each optimum.
         skeletons: one per start where fixed weights differ.
         settings: what a checkpoint of it must agree in.
@@ -180,7 +182,7 @@ def anchored_optima(
         training,
         build=AnchoredAdam(anchored_rate(prototype.prepared, scale)),
         priors=priors,
-        starts=[Start(a.clone(), s.buffers) for a, s in zip(anchors, starts, strict=True)],
+        starts=[Start(s.theta.clone(), s.buffers) for s in starts],
         skeletons=skeletons,
         held=without_noise(prototype),
         alone="every chain has an anchor of its own",
