@@ -141,6 +141,13 @@ def test_variants_that_differ_after_training_are_trained_once(tmp_path):
     assert all(r["cost"]["fit_seconds"] > 0.01 for r in read_results(tmp_path / "together").results)  # training counted
 
 
+@pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
+@pytest.mark.parametrize("chains", ["auto", 2])
+def test_chains_start_at_trained_networks(tmp_path, chains):
+    cells = plan(["toy/m1"], [{"name": "sghmc", "start": "mle", "chains": chains, "draws": 4, "epochs": 4}], [0], TINY)
+    assert not runner.run(cells, Options(tmp_path, keep_posteriors=False)).failed
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if hasattr(METHODS[name], "AFTER_TRAINING")])
 def test_settings_after_training_exist(name):
     assert set(METHODS[name].AFTER_TRAINING) <= {f.name for f in fields(METHODS[name])}

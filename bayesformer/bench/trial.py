@@ -111,7 +111,8 @@ def started_from_networks(problem: Problem, cell: Cell) -> tuple[Problem, float]
     """The problem with trained networks as its models, one per chain or member, and the seconds of their training."""
     assert cell.start is not None
     settings = cell.method_settings
-    count = int(settings.get("chains") or settings.get("members") or 1)
+    asked = settings.get("chains") or settings.get("members")
+    count = asked if isinstance(asked, int) else 1  # chains="auto" all begin at one network
     folder = None if problem.checkpoint is None else problem.checkpoint / "start"
     training = Training(**cell.start)
     found = Ensemble(count).fit(replace(problem, training=training, checkpoint=folder))

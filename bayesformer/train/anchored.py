@@ -2,9 +2,10 @@
 
 A draw θ_a of the prior is the anchor, and the weights that minimise -Σ log p(y | x, θ) + ½ (θ-θ_a)ᵀ Π (θ-θ_a) are the
 start. For a linear model with Gaussian noise this spreads the starts as the prior does where the data say nothing
-(Pearce et al. 2020, without their noise on the targets); a mode has no spread there at all. The search begins at the
-weights that the model was built with, not at the anchor: at a draw of N(0, 1) a transformer is saturated, and some had
-not learned their data when the search ended.
+(Pearce et al. 2020, without their noise on the targets); a mode has no spread there at all.
+
+The search begins at the anchor for up to 500 weights. Larger networks begin where they were built: a transformer is
+saturated at a draw of N(0, 1), and some had not learned their data when the search ended.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bayesformer.inference import optimise, schedules
 from bayesformer.model.skeleton import Skeleton
 from bayesformer.priors.distributions import Distribution
 from bayesformer.train.members import Fitted, Stage, fit_stage
+from bayesformer.train.newton import FEW
 from bayesformer.train.prototype import Prototype, Start
 from bayesformer.train.training import Training
 from bayesformer.train.vector_prior import GaussianPrior, NamedPrior, VectorPrior
@@ -149,7 +151,7 @@ def anchored_optima(
     temperature: float = 1.0,
     places: Sequence[slice] = (),
 ) -> Fitted:
-    """One optimum per start, which the search begins at, each around its own draw of the prior.
+    """One optimum per start, each around its own draw of the prior.
 
     Dropout is off, as it is for chains. Running averages move, since they would be wrong so far from the start.
     Adapters are anchored where they start: a draw of the prior would overwhelm the base that they adapt.
@@ -158,7 +160,7 @@ def anchored_optima(
         prototype: the model and its data.
         label: of the stage and its checkpoints.
         prior: over the inferred weights.
-        starts: weights and buffers to begin at; a weight whose prior is flat has no anchor.
+        starts: buffers, and weights: where the search begins in large networks; of a flat prior they are the anchors.
         epochs: for each optimum.
         skeletons: one per start where fixed weights differ.
         settings: what a checkpoint of it must agree in.
@@ -176,13 +178,14 @@ def anchored_optima(
         scale = prior_scale(prior, anchor)
         priors.append(AnchoredPrior(anchor, scale.square().reciprocal().masked_fill(is_flat(prior, anchor), 0)))
     training = replace(problem.training, epochs=epochs, batch_size=min(BATCH, problem.num_data), max_steps=None)
+    begin = anchors if anchors[0].numel() <= FEW else [start.theta for start in starts]
     stage = Stage(
         prototype,
         label,
         training,
         build=AnchoredAdam(anchored_rate(prototype.prepared, scale)),
         priors=priors,
-        starts=[Start(s.theta.clone(), s.buffers) for s in starts],
+        starts=[Start(b.clone(), s.buffers) for b, s in zip(begin, starts, strict=True)],
         skeletons=skeletons,
         held=without_noise(prototype),
         alone="every chain has an anchor of its own",
