@@ -144,7 +144,7 @@ def test_variants_that_differ_after_training_are_trained_once(tmp_path):
 @pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
 @pytest.mark.parametrize("chains", ["auto", 2])
 def test_chains_start_at_trained_networks(tmp_path, chains):
-    cells = plan(["toy/m1"], [{"name": "sghmc", "start": "mle", "chains": chains, "draws": 4, "epochs": 4}], [0], TINY)
+    cells = plan(["toy/m1"], [{"name": "sghmc", "start": "mle", "chains": chains, "draws": 4, "epochs": 40}], [0], TINY)
     assert not runner.run(cells, Options(tmp_path, keep_posteriors=False)).failed
 
 
