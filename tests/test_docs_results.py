@@ -70,6 +70,11 @@ def _numbers(line):
     return line.split(" | ", 1)[-1]
 
 
+def test_the_defaults_before_and_after_are_stored_results():
+    page = (ROOT / "docs" / "defaults.md").read_text()
+    assert comparison(stored("before_after")) in page
+
+
 def test_results_are_one_file_per_experiment():
     listed = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 FRICTION = 0.3
 TIMES = 5  # the training's epochs, for weights that start fresh
 PRODUCTS, EXAMPLES = 5, 100  # for the largest curvature before the chains run
-LOST, JUDGED = 1.2, 8  # loss of log-likelihood that is doubted, and at about how many draws it is measured
+LOST, JUDGED = 2.0, 8  # loss of log-likelihood that is doubted, and at about how many draws it is measured
 PILOT, FEWEST_STEPS = 60, 20  # steps that tell whether batches heat a chain, and below which they cannot
 BOILING = 2.0  # temperature along stiff directions above which they do
 HOT = 1.2  # kinetic temperature above which the spread is too wide
