@@ -100,8 +100,8 @@ def test_laplace_and_map_find_the_mode(name):
 
 @pytest.mark.parametrize("method", [bf.Mle(), bf.Ensemble(members=2)], ids=["mle", "ensemble"])
 def test_points_say_that_they_were_not_trained_to_the_end(method):
-    """100 epochs of 40 examples are 100 steps, which Adam's rate does not carry to the optimum."""
-    data, _, _ = regression(40)
+    """100 epochs of 100 examples are 200 steps, which Adam's rate does not carry to the optimum."""
+    data, _, _ = regression(100)
     posterior = fit(method, data)
     alike = [] if isinstance(method, bf.Mle) else ["starts"]  # a model was given
     assert [doubt.check for doubt in posterior.doubts] == ["training", *alike]
@@ -208,16 +208,17 @@ def test_a_hot_chain_says_so():
 
 
 @pytest.mark.parametrize("name", ["sgld", "sghmc", "baoab"])
-def test_targets_that_scatter_more_than_the_likelihood_says_heat_a_little(name):
-    """Noise of 1.8 times the given scale: gradients of batches find the chains at 1.8 to 2 times their temperature."""
+@pytest.mark.parametrize(("noise", "said"), [(0.6, []), (1.2, ["temperature"])])
+def test_targets_that_scatter_more_than_the_likelihood_says_heat_the_chain(name, noise, said):
+    """Noise of 1.2 and 2.4 times the given scale: the variance of the draws is 1.3 and 1.5 times the posterior's."""
     torch.manual_seed(0)
     x = torch.randn(400, 2)
-    data, likelihood = (x, x.sum(1, keepdim=True) + 0.9 * torch.randn(400, 1)), bf.Gaussian(0.5)
+    data, likelihood = (x, x.sum(1, keepdim=True) + noise * torch.randn(400, 1)), bf.Gaussian(0.5)
     exact = bf.fit(nn.Linear(2, 1), data, likelihood=likelihood, method=bf.Laplace(prior_precision=1.0), progress=False)
     posterior = bf.fit(nn.Linear(2, 1), data, likelihood=likelihood, method=name, progress=False)
     heat = posterior.facts["coordinates"]["temperature"]
     assert heat == pytest.approx(float((posterior.theta.std(0) / exact.law.sd).square().mean()), rel=0.25)
-    assert posterior.doubts == ()
+    assert [doubt.check for doubt in posterior.doubts] == said
 
 
 def test_draws_that_do_not_fit_in_memory_are_fewer_and_that_is_said(monkeypatch, caplog):

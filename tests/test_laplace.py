@@ -380,7 +380,7 @@ def test_a_full_matrix_that_does_not_fit_is_refused_before_training(monkeypatch)
     problem = Problem(
         model, bf.Gaussian(1.0), as_batches((torch.zeros(8, 4), torch.zeros(8, 1)), "data"), reporter=Alarm()
     )
-    with pytest.raises(ValueError, match=r"not be 'full' for 12001 weights, .* take 1.6 GiB, more than half of 1.0"):
+    with pytest.raises(ValueError, match=r"not be 'full' for 12001 weights, .* take 5.4 GiB, more than half of 1.0"):
         bf.Laplace(structure="full").fit(problem)
     with pytest.raises(AssertionError, match="work began"):
         bf.Laplace(structure="diag").fit(problem)

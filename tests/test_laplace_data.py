@@ -101,7 +101,7 @@ def test_a_wrong_target_in_a_stream_is_an_error_that_names_it():
 def test_data_are_read_once_for_each_pass_and_not_kept():
     data = Items()
     bf.laplace(Mlp(3, 4, 2).eval(), data, likelihood="categorical", structure="diag", prior_precision=1.0)
-    assert data.read < 2 * 90 + 60  # curvature and gradient, and a few examples for checks and the fingerprint
+    assert data.read < 2 * 90 + 100  # curvature and gradient, and a few examples for checks and the fingerprint
 
 
 def wide_posterior(kind, classes=12, features=40):
@@ -133,13 +133,13 @@ def test_many_rows_take_the_memory_of_their_result(kind):
 
 
 def test_the_curvature_of_many_rows_is_taken_in_bounded_memory():
-    """Rows times features squared would be 3000 · 41² numbers; p² are needed, and those of one minibatch."""
+    """Rows times features squared would be 3000 · 41² numbers; p² are needed, and Jacobians of 64 examples."""
     posterior, x = wide_posterior("dense"), torch.randn(3000, 3)
     data = (x, torch.randint(12, (3000,)))
     largest = largest_tensor(
         lambda: bf.laplace(posterior.model, data, likelihood="categorical", structure="last_layer", prior_precision=1.0)
     )
-    assert largest <= (12 * 41) ** 2
+    assert largest <= max(12 * 41, 64 * 12) * 12 * 41
 
 
 @pytest.mark.parametrize("way", ["linearised", "streamlined"])

@@ -50,8 +50,8 @@ class Binomial(Likelihood):
         return torch.arange(self.trials + 1, device=outputs.device)
 
     def predictive(self, outputs, link=None, draws=None, seed=0):
-        values = torch.arange(self.trials + 1.0, device=outputs.values.device)
         logits = self.output_draws(outputs, link, draws, seed).unsqueeze(-1)
+        values = torch.arange(self.trials + 1.0, device=logits.device)
         return CategoricalPredictive(self.law(logits).log_prob(values))
 
 

@@ -223,12 +223,12 @@ def test_a_last_layer_alone_is_closed_and_exact():
 
 @pytest.mark.filterwarnings("ignore::bayesformer.FidelityWarning")
 def test_a_wide_posterior_is_drawn_from_and_says_so():
-    posterior, x = posterior_of(network(6), sd=1.5), images(16)
+    posterior, x = posterior_of(network(6), sd=2.0), images(16)
     posterior = posterior.calibrated(x)
     calibration = posterior.calibration[1]
     assert (calibration.rule, calibration.wide) == ("draws", True)
     (doubt,) = [d for d in posterior.doubts if d.check == "linearisation"]
-    assert f"takes {WIDE_DRAWS} draws instead" in doubt.sentence
+    assert f"follows the draws, by {WIDE_DRAWS} of them" in doubt.sentence
     assert doubt.value == calibration.kappa
 
 

@@ -29,5 +29,9 @@ class Pool(Generic[T]):
         if len(self.idle) < IDLE:
             self.idle.append(one)
 
+    def clear(self) -> None:
+        """Let go of what is idle."""
+        self.idle.clear()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool[T]:
         return Pool(self.make)

@@ -27,7 +27,10 @@ def of_predictions(posterior: Posterior, prototype: Prototype) -> list[Doubt]:
     problem = prototype.problem
     count = max(FEWEST, min(MOST, problem.num_data // SHARE))
     batch = next(iter(prototype.data.epoch(count, seed=problem.seed, member=0, epoch=0)))
-    return below_the_mean(posterior, batch_to(batch, posterior.device), "linearised")
+    try:
+        return below_the_mean(posterior, batch_to(batch, posterior.device), "linearised")
+    finally:
+        posterior.mean_passes.release()  # this posterior is asked once
 
 
 def of_choice(method: Laplace, tuned: Tuned) -> list[Doubt]:

@@ -72,6 +72,11 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (_own(inputs),), {}
 
 
+def first_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The tensor that a layer of one input was called with, by position or by name."""
+    return (*args, *kwargs.values())[0]
+
+
 def _own(value: Any) -> Any:
     # a tensor that is differentiated must be the very one; autograd refuses to write into it
     return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value

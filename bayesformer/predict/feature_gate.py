@@ -27,7 +27,7 @@ from bayesformer.data.forms import as_inputs
 from bayesformer.laws import GaussianLaw
 from bayesformer.laws.law import buffers_of
 from bayesformer.likelihoods.predictive import CategoricalPredictive
-from bayesformer.model.calling import apply
+from bayesformer.model.calling import apply, first_given
 
 if TYPE_CHECKING:
     from bayesformer.posterior import Posterior
@@ -168,7 +168,7 @@ def _watched(network: nn.Module) -> Iterator[list[Tensor]]:
     """What the linear layers of a network are given while the block runs, in the order of their calls."""
     seen: list[Tensor] = []
     hooks = [
-        module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        module.register_forward_pre_hook(lambda _, *given: seen.append(first_given(*given)), with_kwargs=True)
         for module in network.modules()
         if isinstance(module, nn.Linear)
     ]

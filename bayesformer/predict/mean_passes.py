@@ -44,6 +44,11 @@ class MeanPasses:
             shell.module.register_forward_pre_hook(lambda *_: shell.load_buffers(buffers_of(self.law, 0)))
         return shell
 
+    def release(self) -> None:
+        """Let go of all shells that are not lent, at once and not when garbage is collected."""
+        for pool in (self.shells, self._linearised, self._streamliners):
+            pool.clear()
+
     @contextmanager
     def passing(self, inputs: Inputs) -> Iterator[bool]:
         """A context for passes; yields whether they draw random numbers even in evaluation mode.

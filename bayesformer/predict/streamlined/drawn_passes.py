@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.types import Inputs
 from bayesformer.laws import Law
-from bayesformer.model.calling import apply
+from bayesformer.model.calling import apply, first_given
 from bayesformer.model.shell import Shell
 
 
@@ -81,7 +81,9 @@ class DrawnPasses:
         seen: list[Tensor] = []
         hook = None
         if self.head is not None:
-            hook = self.head.register_forward_hook(lambda _, given, __: seen.append(given[0]))
+            hook = self.head.register_forward_hook(
+                lambda _, given, named, __: seen.append(first_given(given, named)), with_kwargs=True
+            )
         try:
             with torch.inference_mode(False), torch.no_grad():
                 outputs = apply(self.shell.module, inputs).to(self.dtype)
