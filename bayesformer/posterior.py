@@ -193,7 +193,7 @@ class Posterior:
 
     @without_autocast
     def check(self, data: Any) -> tuple[Doubt, ...]:
-        """The thorough checks, which a fit has no time for: doubts found on the data that it was fitted to.
+        """The fit's own doubts, and those of checks for which it has no time, on the data that it was fitted to.
 
         Of chains, the effective number of draws of outputs on the data and far off them, and the temperature by
         gradients of all data (one epoch per draw). Of Gaussians, the rise of the negative log joint under draws, how
@@ -207,7 +207,9 @@ class Posterior:
                 "of its temperature and its scale are not about these.",
                 stacklevel=3,
             )
-        return self_check(self, own)
+        found = self_check(self, own)
+        named = {doubt.check for doubt in found}
+        return (*(doubt for doubt in self.doubts if doubt.check not in named), *found)
 
     @without_autocast
     def sample(self, draws: int | None = None, seed: int = 0) -> Params:

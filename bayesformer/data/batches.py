@@ -98,7 +98,7 @@ class Batches(ABC):
 
     @property
     def is_random(self) -> bool:
-        """Whether reading an example was seen to draw random numbers (augmentation): it differs from epoch to epoch."""
+        """Whether examples differ from epoch to epoch: reading draws random numbers (augmentation), or a sampler."""
         return False
 
     def realisation(self, number: int) -> Batches:  # noqa: ARG002

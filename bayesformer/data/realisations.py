@@ -63,4 +63,4 @@ def averaged(data: Batches) -> Batches:
     """The data, for sums over all of them: several readings of random ones, fewer the more examples there are."""
     if not data.is_random:
         return data
-    return Realisations(data, min(MOST, max(FEWEST, EXAMPLES // data.require_num_data())))
+    return Realisations(data, min(MOST, max(FEWEST, EXAMPLES // (data.rows or data.require_num_data()))))

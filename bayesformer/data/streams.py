@@ -6,12 +6,13 @@ ones is repeatable. Resuming inside an epoch reads what was already seen again a
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -87,6 +88,7 @@ class Streamed(Batches):
         self._kept: Iterator[Any] | None = None  # what was read in advance of a stream that cannot start again
         self._ahead: list[Any] = []
         self._rows = rows
+        self._stream = fold(0, "in order")  # of the random numbers that reading in order draws
         self._warned = False  # that the stream ended before N examples
 
     def epoch(
@@ -122,7 +124,31 @@ class Streamed(Batches):
 
     def raw_in_order(self, batch_size: int) -> Iterator[Any]:
         """The stream from its beginning as it is: not split into inputs and targets."""
-        return self._raw(PrivateStream(fold(0, "in order")), batch_size, 0, False)
+        return self._raw(PrivateStream(self._stream), batch_size, 0, False)
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether the sampler of a loader draws other examples in another reading: with replacement, or some of them.
+
+        A loader that shuffles and drops what is left over after its last whole batch is not meant.
+        """
+        sampler, batches = getattr(self.source, "batch_sampler", None), length_of(self.source)
+        every = length_of(getattr(self.source, "dataset", None))
+        if sampler is None or batches is None or every is None or not self.restarts:
+            return False
+        drawn = lambda: [[repr(index) for index in batch] for batch in islice(sampler, batches)]  # noqa: E731
+        one, other = (PrivateStream(fold(0, "in order", number))(drawn) for number in (1, 2))
+        first, second = (Counter(chain.from_iterable(batches)) for batches in (one, other))
+        left_over = every - first.total() < max(map(len, one), default=0) and len(first) == first.total()
+        return first != second and not left_over
+
+    def realisation(self, number: int) -> Streamed:
+        """The data with another stream of random numbers for reading them in order; number 0 is the data themselves."""
+        if number == 0:
+            return self
+        other = copy.copy(self)
+        other._stream = fold(0, "in order", number)
+        return other
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
         """The number of batches in one epoch, where it is known."""

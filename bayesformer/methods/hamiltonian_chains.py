@@ -159,7 +159,8 @@ class HamiltonianChains(ABC):
         if prototype.data.is_random:
             raise ValueError(
                 f"{name} needs a log joint that stays the same; reading {prototype.data.name} draws random numbers, as "
-                "augmentation does, and every reading has another one. Give data without augmentation, or use Sghmc."
+                "augmentation and some samplers do, and every reading has another one. Give data without augmentation, "
+                "the dataset without its sampler, or use Sghmc."
             )
         if has_random_parts(prototype.prepared):
             raise ValueError(

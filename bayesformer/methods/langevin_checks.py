@@ -61,8 +61,8 @@ def before(run: ChainRun, found: Coordinates, pace: Pace, epochs: int) -> list[D
             Doubt(
                 "slow directions",
                 "Directions the data determine weakly have not been explored: the slowest one gets about "
-                f"{slowest:.2g} independent draws. Use Sghmc or Baoab, whose coordinates follow such directions, or "
-                f"raise {run.name}.epochs.",
+                f"{slowest:.2g} independent draws. Raise {run.name}.epochs"
+                + ("." if run.name in {"sghmc", "baoab"} else ", or use Sghmc or Baoab, which follow such directions."),
                 slowest,
                 SLOWEST,
             )

@@ -291,8 +291,9 @@ def _of_model(run: ChainRun) -> list[Doubt]:
         *doubts,
         Doubt(
             "augmentation",
-            f"Examples differ from epoch to epoch (augmentation), and {run.name} corrects gradients by examples it saw "
-            "before: the posterior is of neither. Give data without augmentation.",
+            f"Examples differ from epoch to epoch (augmentation, or a sampler that draws them), and {run.name} "
+            "corrects gradients by examples it saw before: the posterior is of neither. Give data without "
+            "augmentation, or the dataset without its sampler.",
         ),
     ]
 

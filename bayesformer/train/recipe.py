@@ -26,9 +26,9 @@ from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior,
 
 AUGMENTED = Doubt(
     "augmentation",
-    "Examples differ from reading to reading (augmentation): the posterior is of the log-likelihood averaged over "
-    "readings, every example counted once, which is narrower or wider than that of the data. Give data without "
-    "augmentation where the spread matters.",
+    "Examples differ from reading to reading (augmentation, or a sampler that draws them): the posterior is of the "
+    "log-likelihood averaged over readings, which is narrower or wider than that of the data. Give data without "
+    "augmentation, or the dataset without its sampler, where the spread matters.",
 )
 FEWEST_STEPS = 400  # of the search for a mode, unless its length was given
 MODE_SHARE = 0.5  # of the epochs, to find the mode of the other weights where a subset is inferred
