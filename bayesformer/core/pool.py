@@ -30,7 +30,7 @@ class Pool(Generic[T]):
             self.idle.append(one)
 
     def clear(self) -> None:
-        """Let go of what is idle."""
+        """Let go of everything that is idle; what is lent is kept when it comes back."""
         self.idle.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool[T]:
