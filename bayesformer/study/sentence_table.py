@@ -39,7 +39,9 @@ def row_of(method: str, settings: Mapping[str, Any]) -> str:
     if method == "laplace":
         return f"Laplace, {settings['structure']}"
     if method == "attention":
-        return "Weibull attention, " + ("draws" if settings["draws"] else "mean")
+        share = settings.get("temperature", 1.0)
+        way = "draws" if settings["draws"] else "mean"
+        return f"Weibull attention, {way}" + ("" if share == 1 else f", temperature {share:g}")
     if method == "ensemble":
         return f"ensemble of {settings['members']}"
     return {"mle": "LoRA or plain fine-tuning", "temperature_scaling": "temperature scaling"}.get(method, method)
