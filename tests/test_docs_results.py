@@ -84,4 +84,4 @@ def test_results_are_one_file_per_experiment():
 
 def test_the_page_of_all_stored_results_is_small(tmp_path):
     path = write_report(stored("."), tmp_path / "page.html")
-    assert path.stat().st_size < 6_000_000
+    assert path.stat().st_size < 2_000 * len(stored("."))  # bytes: pages grow with what is stored
