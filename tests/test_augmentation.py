@@ -71,7 +71,7 @@ def test_the_mode_is_that_of_many_readings(method, seed):
     mean = posterior.theta.mean() if isinstance(method, bf.Map) else posterior.law.mean
     # one reading is off by 2 posterior standard deviations, 64 by a quarter
     assert abs(float(mean) - expected) < 3 * sd * SPREAD / 64**0.5
-    assert [doubt.check for doubt in posterior.doubts] == ["augmentation"]
+    assert [doubt.check for doubt in posterior.doubts] == ["random data"]
 
 
 @ignored

@@ -46,7 +46,7 @@ def test_a_sampler_that_draws_is_averaged_over_and_doubted(number):
     error = ((found.law.mean - exact.law.mean) / exact.law.sd).square().mean().sqrt()
     assert float(error) < 0.45  # one reading alone is off by .7 to 1.8
     torch.testing.assert_close(found.law.sd, exact.law.sd, rtol=0.1, atol=0)
-    assert "augmentation" in {doubt.check for doubt in found.check(data)}
+    assert "random data" in {doubt.check for doubt in found.check(data)}
     with pytest.raises(ValueError, match="nuts needs a log joint that stays the same"):
         fitted(loader, bf.Nuts())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from bayesformer.core.seeds import fold
 from bayesformer.core.types import Batch
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class Batches(ABC):
     """the data's own batch size, as a DataLoader has; it replaces the `batch_size` of every method below"""
     realisations: int = 1
     """how many readings of random data `in_order` gives, one after the other"""
+    _stream: int = fold(0, "in order")
+    """of the random numbers that reading in order draws"""
 
     @abstractmethod
     def epoch(
@@ -101,9 +105,13 @@ class Batches(ABC):
         """Whether examples differ from epoch to epoch: reading draws random numbers (augmentation), or a sampler."""
         return False
 
-    def realisation(self, number: int) -> Batches:  # noqa: ARG002
-        """The data as another reading gives them in order; the same unless they are random."""
-        return self
+    def realisation(self, number: int) -> Batches:
+        """The data as another reading gives them in order, by a stream of its own; the same unless random."""
+        if number == 0 or not self.is_random:
+            return self
+        other = copy.copy(self)
+        other._stream = fold(0, "in order", number)
+        return other
 
     @property
     def restarts(self) -> bool:

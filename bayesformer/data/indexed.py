@@ -73,7 +73,6 @@ class Indexed(Batches):
         self.source, self.name, self.num_data = source, name, len(source)
         self.loading = loading or Loading()
         self.batch_size = self.loading.batch_size
-        self._stream = fold(0, "in order")  # of random data that are read in order
         self._random = False  # whether reading was seen to draw from a global random stream
 
     def epoch(
@@ -140,14 +139,6 @@ class Indexed(Batches):
     def is_random(self) -> bool:
         """Whether reading an example was seen to draw from a global random stream."""
         return self._random
-
-    def realisation(self, number: int) -> Indexed:
-        """The data with another stream of random numbers for reading them in order; number 0 is the data themselves."""
-        if number == 0:
-            return self
-        other = copy.copy(self)
-        other._stream = fold(0, "in order", number)
-        return other
 
     def raw_first(self, count: int) -> Any:
         """The first `count` examples as the data give them: not split into inputs and targets."""

@@ -6,7 +6,6 @@ ones is repeatable. Resuming inside an epoch reads what was already seen again a
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections import Counter, deque
@@ -88,7 +87,6 @@ class Streamed(Batches):
         self._kept: Iterator[Any] | None = None  # what was read in advance of a stream that cannot start again
         self._ahead: list[Any] = []
         self._rows = rows
-        self._stream = fold(0, "in order")  # of the random numbers that reading in order draws
         self._warned = False  # that the stream ended before N examples
 
     def epoch(
@@ -141,14 +139,6 @@ class Streamed(Batches):
         first, second = (Counter(chain.from_iterable(batches)) for batches in (one, other))
         left_over = every - first.total() < max(map(len, one), default=0) and len(first) == first.total()
         return first != second and not left_over
-
-    def realisation(self, number: int) -> Streamed:
-        """The data with another stream of random numbers for reading them in order; number 0 is the data themselves."""
-        if number == 0:
-            return self
-        other = copy.copy(self)
-        other._stream = fold(0, "in order", number)
-        return other
 
     def steps(self, batch_size: int, *, join_single: bool = False) -> int | None:
         """The number of batches in one epoch, where it is known."""

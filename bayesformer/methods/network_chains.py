@@ -290,7 +290,7 @@ def _of_model(run: ChainRun) -> list[Doubt]:
     return [
         *doubts,
         Doubt(
-            "augmentation",
+            "random data",
             f"Examples differ from epoch to epoch (augmentation, or a sampler that draws them), and {run.name} "
             "corrects gradients by examples it saw before: the posterior is of neither. Give data without "
             "augmentation, or the dataset without its sampler.",

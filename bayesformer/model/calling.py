@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 
 def apply(model: nn.Module, inputs: Any) -> Tensor:
@@ -75,6 +76,13 @@ def split_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def first_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """The tensor that a layer of one input was called with, by position or by name."""
     return (*args, *kwargs.values())[0]
+
+
+def note_calls(layer: nn.Module, seen: list[tuple[Tensor, Tensor]]) -> RemovableHandle:
+    """Append input and output of every call of a layer of one input to a list, until the handle is removed."""
+    return layer.register_forward_hook(
+        lambda _, args, kwargs, output: seen.append((first_given(args, kwargs), output)), with_kwargs=True
+    )
 
 
 def _own(value: Any) -> Any:

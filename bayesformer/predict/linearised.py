@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from bayesformer.core.types import GaussianOutputs, Inputs, symmetric_root
 from bayesformer.data.inputs import first_tensor, map_inputs
@@ -29,7 +28,7 @@ from bayesformer.jacobians.capture import Capture, Site, backpropagate
 from bayesformer.jacobians.columns import at_position, one_hot
 from bayesformer.jacobians.sites import slope_numbers
 from bayesformer.laws import KroneckerBasis, Law
-from bayesformer.model.calling import apply, first_given
+from bayesformer.model.calling import apply, note_calls
 from bayesformer.model.space import Space
 from bayesformer.predict.covariance_roots import CovarianceRoots, gram
 from bayesformer.predict.head import HeadCovariance, add_block, features_of
@@ -176,7 +175,7 @@ class Linearised:
             outputs, sites = self.capture.adapting(inputs)
             return BatchSites(outputs, outputs.detach().to(self.space.dtype), sites, None)
         seen: list[tuple[Tensor, Tensor]] = []
-        hook = _watched(self.found.final.module, seen)
+        hook = note_calls(self.found.final.module, seen)
         try:
             outputs, sites = self.capture.adapting(inputs)
         finally:
@@ -225,7 +224,7 @@ class Linearised:
         if last is None:
             return None
         seen: list[tuple[Tensor, Tensor]] = []
-        hook = _watched(last, seen)
+        hook = note_calls(last, seen)
         try:
             with torch.no_grad():
                 outputs = apply(self.module, inputs)
@@ -403,13 +402,6 @@ def _gaussian(mean: Tensor, covariance: Tensor) -> GaussianOutputs:
     if singular.any():  # the slower root for these alone: the others are as in any other batch
         factor[singular] = symmetric_root(covariance[singular])
     return GaussianOutputs(mean, torch.zeros_like(mean), factor)
-
-
-def _watched(layer: nn.Module, seen: list[tuple[Tensor, Tensor]]) -> RemovableHandle:
-    """Notes the input and the output of every call of a layer, until the handle is removed."""
-    return layer.register_forward_hook(
-        lambda _, given, named, out: seen.append((first_given(given, named), out)), with_kwargs=True
-    )
 
 
 def _chunks(inputs: Inputs, size: int) -> Iterator[Inputs]:

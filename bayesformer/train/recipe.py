@@ -25,7 +25,7 @@ from bayesformer.train.training import Training
 from bayesformer.train.vector_prior import FlatPrior, GaussianPrior, NamedPrior, VectorPrior
 
 AUGMENTED = Doubt(
-    "augmentation",
+    "random data",
     "Examples differ from reading to reading (augmentation, or a sampler that draws them): the posterior is of the "
     "log-likelihood averaged over readings, which is narrower or wider than that of the data. Give data without "
     "augmentation, or the dataset without its sampler, where the spread matters.",

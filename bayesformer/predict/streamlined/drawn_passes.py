@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bayesformer.core.types import Inputs
 from bayesformer.laws import Law
-from bayesformer.model.calling import apply, first_given
+from bayesformer.model.calling import apply, note_calls
 from bayesformer.model.shell import Shell
 
 
@@ -78,12 +78,10 @@ class DrawnPasses:
         return self._pass(inputs).signal
 
     def _pass(self, inputs: Inputs) -> MeanPass:
-        seen: list[Tensor] = []
+        seen: list[tuple[Tensor, Tensor]] = []
         hook = None
         if self.head is not None:
-            hook = self.head.register_forward_hook(
-                lambda _, given, named, __: seen.append(first_given(given, named)), with_kwargs=True
-            )
+            hook = note_calls(self.head, seen)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 outputs = apply(self.shell.module, inputs).to(self.dtype)
@@ -92,7 +90,7 @@ class DrawnPasses:
                 hook.remove()
         if self.head is None:
             return MeanPass(outputs, outputs)
-        return MeanPass(outputs, seen[-1].detach().to(self.dtype))
+        return MeanPass(outputs, seen[-1][0].detach().to(self.dtype))
 
     def _row(self, draw: int, seed: int, draws: int) -> Tensor:
         """A draw of the weights; those of a rule, which come back with every batch, are kept where they are small."""
